@@ -37,7 +37,7 @@ from coordinator.commands.roles import RoleCommand, role_option
 from coordinator.commands.sft import sft
 from coordinator.commands.stakes import stakes
 from coordinator.commands.trainer import trainer
-from coordinator.run.definition import read_run_file
+from coordinator.run.definition import keep_locks, read_run_file
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.peer_setup import open_to_peers
 from node.commands.engine_options import (
@@ -244,6 +244,7 @@ def coordinator(
     from coordinator.run.service import Coordinator
 
     _, spec = read_run_file(run_file, datasets=data / DATASETS)
+    keep_locks(spec, data / DATASETS)
     run_key = load_key(key)
     relays = tuple(map(source_url, relays))
     limits = allow_connections(

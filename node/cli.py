@@ -29,6 +29,7 @@ from node.commands.engine_options import (
     import_models,
     refuse_vllm_options,
 )
+from node.commands.environments import env
 from node.commands.invite import invite, invite_option
 from node.commands.joining_options import joining_options
 from node.commands.keys import keys
@@ -136,6 +137,11 @@ _STATE = state_option()
     help="How long Ctrl-C and SIGTERM wait for slots; those that take longer are handed back.",
 )
 @click.option("--once", is_flag=True, help="Do the first slots, wait for their receipts, and end.")
+@click.option(
+    "--allow-environments",
+    is_flag=True,
+    help="Install the packages of the run's environments where they are missing; they run in a sandbox.",
+)
 @json_option("Events on stdout, one JSON object a line, instead of a view.")
 @invite_option
 @control_options
@@ -150,6 +156,7 @@ def worker(
     slots: int,
     grace: float,
     once: bool,
+    allow_environments: bool,
     as_json: bool,
     invite: bytes | None,
     control: frozenset[Purpose],
@@ -198,6 +205,7 @@ def worker(
                 threads=options["threads"],
                 grace_seconds=grace,
                 once=once,
+                allow_environments=allow_environments,
                 serving=own,
                 server_limits=limits,
                 control=control,
@@ -291,6 +299,7 @@ main.add_command(authority)
 main.add_command(completion)
 main.add_command(control)
 main.add_command(doctor)
+main.add_command(env)
 main.add_command(publish)
 main.add_command(fetch)
 main.add_command(invite)

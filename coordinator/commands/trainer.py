@@ -189,11 +189,11 @@ def _publish_datasets(home: Home, run_key: Ed25519PrivateKey, state: Path, *, th
     from shardcast import publish_content
 
     published: dict[str, Origin] = {}
-    for dataset in home.spec.datasets:
+    for dataset in home.spec.files:
         if (path := home.datasets.get(dataset.digest)) is None:
             raise BadConfiguration(
-                f"the dataset {dataset.digest[:16]}… is not in {home.folder / DATASETS}: copy it there from the "
-                "coordinator's --data"
+                f"the {dataset_name(home.spec, dataset.digest)} ({dataset.digest[:16]}…) is not in "
+                f"{home.folder / DATASETS}: copy it there from the coordinator's --data"
             )
         published[dataset.digest] = publish_content(
             path,

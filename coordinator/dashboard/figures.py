@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -13,6 +13,7 @@ from coordinator.dashboard.history import History, Step
 from coordinator.dashboard.relay_tree import RelayView, relay_view
 from coordinator.dashboard.withheld import WithholdingRow, read_rows
 from coordinator.run.relays import RelayRegistry
+from coordinator.run.status import package_rows
 from coordinator.storage import log, nodes, tallies
 from coordinator.storage.database import Connection
 from coordinator.storage.progress import progress
@@ -111,6 +112,7 @@ class RunPage:
     log_size: int
     latest: Sequence[LatestVerdict]
     withheld: Sequence[WithholdingRow]
+    packages: Sequence[Mapping[str, Any]]
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +160,7 @@ def read_figures(
         log_size=log_size,
         latest=_latest(connection, log_size),
         withheld=read_rows(connection, spec=spec),
+        packages=package_rows(connection, spec),
     )
 
 

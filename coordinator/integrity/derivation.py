@@ -219,10 +219,13 @@ class LogFold:
             node.drift = follow(node.drift or Drift(), entry.totals, limits=self._spec.limits)
 
     def _drawn(self, entry: VerdictEntry) -> Columns | None:
-        """Return the problem columns of a slot; None in a run without pools."""
-        if not isinstance(self._spec.batch.pools, PoolsSpec):
+        """Return the columns of a slot that say what it is about; None where none are kept."""
+        with_pools = isinstance(self._spec.batch.pools, PoolsSpec)
+        if not with_pools and not self._spec.has_packages:
             return None
         problem = self._problem(entry)
+        if not with_pools:
+            return {"environment": problem.environment}
         finite = has_pools(self._spec, problem.environment)
         candidate = None if isinstance(entry.candidate, UnsetType) else entry.candidate
         drawn = {"candidate": candidate, "environment": problem.environment}

@@ -5,13 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from coordinator.errors import BadConfiguration
-from node.datasets.folder import find_datasets
+from node.datasets.folder import dataset_file, find_datasets
 from node.environments import lacks_answers, load_environment
+from node.environments.isolated.store import EnvironmentStore
 from node.errors import DatasetFault
 from node.protocol.chat import ChatFormat
-from node.protocol.environment_spec import DATASET
+from node.protocol.environment_spec import DATASET, PackageSpec
 from node.protocol.run import RunSpec, parse_run_toml
 from shardcast.errors import Malformed
+from shardcast.files import write_atomically
+
+
+def keep_locks(spec: RunSpec, folder: Path) -> None:
+    """Put the locks of the run's environments into `folder`, from where every node gets them.
+
+    Raises EnvironmentFault for an environment that is not installed here.
+    """
+    for environment in spec.environments:
+        if isinstance(environment.package, PackageSpec):
+            file = folder / dataset_file(environment.package.lock.digest)
+            if not file.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, EnvironmentStore.default().find(environment.package).lock.encode())
 
 
 def read_run_file(path: Path, *, datasets: Path | None = None) -> tuple[str, RunSpec]:

@@ -50,8 +50,8 @@ class Home:
 
     @property
     def datasets(self) -> dict[str, Path]:
-        """The files of the run's datasets that are in the data folder, by digest; not verified."""
-        return find_datasets(self.folder / DATASETS, self.spec.datasets)
+        """The files that every node has, as far as they are in the data folder, by digest; not verified."""
+        return find_datasets(self.folder / DATASETS, self.spec.files)
 
     @property
     def dataset_files(self) -> dict[str, Path]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from coordinator.run.leader import last_leader
 from coordinator.storage import log, nodes, relays, steps, totals
 from coordinator.storage.database import Connection
 from coordinator.storage.progress import progress
+from coordinator.storage.submissions import latest_by_environment
+from node.protocol.admission import Outcome
+from node.protocol.environment_spec import PackageSpec
 from node.protocol.run import DatasetSpec, ProblemsSpec, RunSpec, StandingSpec
 from node.protocol.standing import Standing
 
@@ -39,6 +43,7 @@ def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
             "finished": finished >= home.spec.training.steps,
             "max_async": home.spec.batch.max_async,
             "datasets": _datasets(home.spec),
+            "packages": package_rows(connection, home.spec),
             "steps": _steps(connection),
             "policies": _policies(connection),
             "nodes": _nodes(connection, rules=home.spec.standing, now=now),
@@ -64,6 +69,25 @@ def _datasets(spec: RunSpec) -> list[dict[str, Any]]:
         }
         for one in spec.environments
         if isinstance(one.dataset, DatasetSpec)
+    ]
+
+
+def package_rows(connection: Connection, spec: RunSpec) -> list[dict[str, Any]]:
+    """Return the run's environments of packages, each with how many of its groups of late got a verdict, and how many
+    none because the environment or the verifier failed.
+    """
+    counts = latest_by_environment(connection) if spec.has_packages else {}
+    return [
+        {
+            "environment": one.name,
+            "package": one.package.name,
+            "version": one.package.version,
+            "lock": one.package.lock.digest,
+            "judged": counts.get(number, Counter()).total(),
+            "undecided": counts.get(number, Counter())[Outcome.INDETERMINATE],
+        }
+        for number, one in enumerate(spec.environments)
+        if isinstance(one.package, PackageSpec)
     ]
 
 

@@ -14,7 +14,7 @@ from coordinator.storage.facts import read_run_id
 from coordinator.storage.schema import problem_means, slots
 from node.protocol.pools import Pool, candidates, first_candidate, group_mean, has_pools
 from node.protocol.run import PoolsSpec, ProblemsSpec, RunSpec
-from node.protocol.slots import SlotProblem, kept_problems
+from node.protocol.slots import SlotProblem, kept_problems, slot_problem
 
 _MEANS = select(problem_means).where(
     problem_means.c.environment == bindparam("of_environment"),
@@ -29,9 +29,14 @@ class HeadMoved(Exception):
 def slot_columns(
     connection: Connection, *, spec: RunSpec, version: int, manifest_digest: str, number: int
 ) -> dict[str, int]:
-    """Return the problem columns of a new slot at the newest policy, {} in a run without pools; raises HeadMoved."""
+    """Return the columns of a new slot at the newest policy that say what it is about, as far as leases depend on it;
+    raises HeadMoved.
+    """
     if not isinstance(spec.batch.pools, PoolsSpec):
-        return {}
+        if not spec.has_packages:
+            return {}
+        drawn = slot_problem(spec, run_id=read_run_id(connection), manifest_digest=manifest_digest, slot=number)
+        return {"environment": drawn.environment}
     where = {"run_id": read_run_id(connection), "manifest_digest": manifest_digest}
     tried = list(candidates(spec, **where, slot=number))
     means = _means(connection, tried, version=version) if has_pools(spec, tried[0].environment) else {}

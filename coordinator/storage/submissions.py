@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,7 @@ from node.protocol.messages import MAX_ENTRY_BYTES, VerdictEntry
 from shardcast.errors import Malformed
 from shardcast.wire import decode
 
+MOST_LATEST: Final = 1000
 QUEUED: Final = (SubmissionState.QUEUED, SubmissionState.VERIFYING)
 
 
@@ -106,6 +108,29 @@ def submission_row(connection: Connection, submission: str) -> SubmissionRow | N
 def step_of(connection: Connection, submission: str) -> int | None:
     """Return the training step that used `submission`, None if none did."""
     found: int | None = connection.execute(select(groups.c.step).where(groups.c.submission == submission)).scalar()
+    return found
+
+
+_LATEST: Final = (
+    select(submissions.c.slot_id, submissions.c.outcome)
+    .where(submissions.c.state == SubmissionState.DONE)
+    .order_by(submissions.c.received_at.desc())
+    .limit(MOST_LATEST)
+    .subquery()
+)
+_BY_ENVIRONMENT: Final = (
+    select(slots.c.environment, _LATEST.c.outcome, func.count())
+    .join(slots, slots.c.id == _LATEST.c.slot_id)
+    .where(slots.c.environment.is_not(None))
+    .group_by(slots.c.environment, _LATEST.c.outcome)
+)
+
+
+def latest_by_environment(connection: Connection) -> dict[int, Counter[str]]:
+    """Count the last MOST_LATEST verdicts by outcome, for each environment of the run that slots are told apart by."""
+    found: dict[int, Counter[str]] = {}
+    for environment, outcome, count in connection.execute(_BY_ENVIRONMENT):
+        found.setdefault(environment, Counter())[outcome] += count
     return found
 
 

@@ -196,6 +196,10 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
 
 
 OPEN_SLOTS, OPEN_SLOTS_FOR_UNPROVEN = _open_slots(with_failures=True), _open_slots(with_failures=False)
+_HAS_ENVIRONMENT = slots.c.environment.not_in(bindparam("lacks", expanding=True))
+OPEN_SLOTS_IT_HAS = OPEN_SLOTS.where(_HAS_ENVIRONMENT)
+OPEN_SLOTS_IT_HAS_FOR_UNPROVEN = OPEN_SLOTS_FOR_UNPROVEN.where(_HAS_ENVIRONMENT)
+"""As the former, without slots of the environments `lacks`."""
 
 # Honest nodes generate the same bytes for a slot, so a file is a duplicate only if it was admitted anywhere, or was
 # rejected or is queued for this slot. Otherwise a copy submitted for another slot would block its author, and a node

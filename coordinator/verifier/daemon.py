@@ -108,7 +108,7 @@ class Verifier:
     async def _datasets(self) -> Mapping[str, Path]:
         """Return the files of the run's datasets: the data folder's, or fetched where that has not all of them."""
         here = self._home.dataset_files
-        has_all = all(dataset.digest in here for dataset in self._home.spec.datasets)
+        has_all = all(dataset.digest in here for dataset in self._home.spec.files)
         return here if has_all else await self._fetched_datasets()
 
     async def _fetched_datasets(self) -> Mapping[str, Path]:

@@ -294,7 +294,7 @@ async def _ask(target: _Target, ask: Ask, policy: Path | None, datasets: Path | 
             nonce=answered.nonce,
             seconds=answered.seconds,
             prefill=prefill,
-            datasets={} if datasets is None else find_datasets(datasets, spec.datasets),
+            datasets={} if datasets is None else find_datasets(datasets, spec.files),
         )
         return challenge_lines(shown), {**dataclasses.asdict(shown), "tokens_per_s": shown.tokens_per_second}
     return lines_of(answered.body), answered.body

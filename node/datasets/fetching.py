@@ -109,7 +109,7 @@ async def dataset_feed(
     sources = tuple(sources)
     async with contextlib.AsyncExitStack() as stack:
         clients: dict[str, ContentClient] = {}
-        for dataset in spec.datasets:
+        for dataset in spec.files:
             client = ContentClient(
                 dataset.digest,
                 size_bytes=dataset.bytes,

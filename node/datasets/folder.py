@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from node.errors import ConfigError
-from node.protocol.environment_spec import DATASET, DatasetSpec, FileSpec
+from node.protocol.environment_spec import DATASET, DatasetSpec, FileSpec, PackageSpec
 from node.protocol.run import RunSpec
 from shardcast.content import file_digest
 
@@ -34,8 +34,12 @@ def match_answers(files: Iterable[Path], spec: RunSpec) -> dict[str, Path]:
 
 
 def dataset_name(spec: RunSpec, digest: str) -> str:
-    """Return what people call a dataset of the run: "dataset NAME", by the first environment that draws from it."""
+    """Return what people call a file of the run, by the first environment that needs it: "dataset NAME", "lock of
+    PACKAGE VERSION".
+    """
     for one in spec.environments:
         if isinstance(one.dataset, DatasetSpec) and one.dataset.digest == digest:
             return f"dataset {one.name.removeprefix(DATASET)}"
+        if isinstance(one.package, PackageSpec) and one.package.lock.digest == digest:
+            return f"lock of {one.package.name} {one.package.version}"
     raise ValueError(f"the run has no dataset {digest}")

@@ -1,7 +1,7 @@
 """The environments that a run can train on, by the names that run.toml gives them.
 
-One of this package is a file with a class like `Arithmetic`, and a line here. Other packages name theirs as entry
-points (`node.environments.installed`) and need no change here.
+One of this package is a file with a class like `Arithmetic`, and a line here. Those of other packages need no change
+here: each runs in a process of its own (`node.environments.isolated`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from node.environments.calculator import Calculator
 from node.environments.chat import Chat, with_chat
 from node.environments.code import Code
 from node.environments.dataset import DatasetProblems, load_rows
-from node.environments.installed import installed_environment, installed_names
+from node.environments.isolated.environment import load_isolated
+from node.environments.isolated.missing import NotInstalled
+from node.environments.isolated.sandbox import guest_command
+from node.environments.isolated.store import EnvironmentStore
 from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.reverse import Reverse
 from node.environments.terminal import TerminalTarget
 from node.environments.verifiers import load_verifiers
 from node.graders import check_grader
 from node.protocol.chat import ChatFormat
-from node.protocol.environment_spec import DATASET, EnvironmentSpec
+from node.protocol.environment_spec import DATASET, EnvironmentSpec, PackageSpec
 from node.protocol.run import RunSpec
 
 REASONING_GYM = "reasoning_gym:"
@@ -36,15 +39,31 @@ _BUILT_IN: dict[str, type[Arithmetic | Reverse | Calculator | Code | TerminalTar
 }
 
 
-def load_environments(spec: RunSpec, datasets: Mapping[str, Path] = NO_DATASETS) -> list[Environment]:
-    """Return the run's environments, in its order, with its chat format; raises as `load_environment`."""
+def load_environments(
+    spec: RunSpec, datasets: Mapping[str, Path] = NO_DATASETS, *, some: bool = False
+) -> list[Environment]:
+    """Return the run's environments, in its order, with its chat format; raises as `load_environment`.
+
+    With `some`, those that are not installed here are left to others (`missing_environments`).
+    """
     chat = spec.sampling.chat
     if isinstance(chat, str):
         raise EnvironmentFault(f"sampling.chat is still the name {chat!r}: the run has not begun", code="open_chat")
-    return [
-        load_environment(environment, datasets, chat=None if isinstance(chat, UnsetType) else chat)
-        for environment in spec.environments
-    ]
+    loaded: list[Environment] = []
+    for environment in spec.environments:
+        try:
+            shown = None if isinstance(chat, UnsetType) else chat
+            loaded.append(load_environment(environment, datasets, chat=shown))
+        except EnvironmentFault as fault:
+            if not (some and fault.code == "not_installed"):
+                raise
+            loaded.append(NotInstalled(environment.name, fault))
+    return loaded
+
+
+def missing_environments(environments: Iterable[Environment]) -> tuple[int, ...]:
+    """Return which of a run's environments, by their place in its list, are not installed here."""
+    return tuple(number for number, one in enumerate(environments) if isinstance(one, NotInstalled))
 
 
 def load_environment(
@@ -68,6 +87,11 @@ def _load(spec: EnvironmentSpec, datasets: Mapping[str, Path], chat: ChatFormat 
     """Return the environment without length targets."""
     if spec.name.startswith(DATASET):
         return with_chat(load_rows(spec, datasets), chat)
+    if isinstance(spec.package, PackageSpec):
+        if spec.name in _BUILT_IN:
+            raise EnvironmentFault(f"{spec.name} is swarmproof's own: leave its package out", code="claimed_twice")
+        installed = EnvironmentStore.default().find(spec.package)
+        return load_isolated(spec, guest_command(installed), chat)
     if spec.name.startswith(VERIFIERS):
         loaded = load_verifiers(spec.name.removeprefix(VERIFIERS), spec.arguments, chat=chat)
         return loaded if loaded.renders_chat else with_chat(loaded, chat)
@@ -75,12 +99,14 @@ def _load(spec: EnvironmentSpec, datasets: Mapping[str, Path], chat: ChatFormat 
         from node.environments.reasoning_gym import load_dataset  # noqa: PLC0415  (an optional package, 3 s)
 
         return with_chat(load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments), chat)
-    cls = installed_environment(spec.name, taken=_BUILT_IN) or _BUILT_IN.get(spec.name)
+    cls = _BUILT_IN.get(spec.name)
     if cls is None:
-        known = ", ".join(
-            (*_BUILT_IN, DATASET + "<name>", REASONING_GYM + "<dataset>", VERIFIERS + "<module>", *installed_names())
+        known = ", ".join((*_BUILT_IN, DATASET + "<name>", REASONING_GYM + "<dataset>"))
+        raise EnvironmentFault(
+            f"no environment {spec.name!r}; there are: {known}, and those of packages, which run.toml names with their "
+            "package",
+            code="unknown_environment",
         )
-        raise EnvironmentFault(f"no environment {spec.name!r}; there are: {known}", code="unknown_environment")
     environment: Environment = configure(cls, spec.arguments)
     return environment if isinstance(environment, TerminalTarget) else with_chat(environment, chat)
 
@@ -130,4 +156,5 @@ __all__ = [
     "lacks_answers",
     "load_environment",
     "load_environments",
+    "missing_environments",
 ]

@@ -21,6 +21,9 @@ from shardcast.wire import derive
 INDEX_LIMIT = 2**63
 """Exclusive upper bound of problem indices; slots draw them uniformly (section 5)."""
 
+REPLY_SECONDS = 20.0
+"""Limit of an environment's replies, and of its rewards, in one submission: a third of a verifier's claim on it."""
+
 
 class EnvironmentFault(NodeError):
     """An environment cannot be used on this machine, or for this run; `code` says why."""

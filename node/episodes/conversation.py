@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from node.chat.turns import is_thinking
-from node.environments.base import Conversation, Environment, EnvironmentFault, Problem
+from node.environments.base import REPLY_SECONDS, Conversation, Environment, EnvironmentFault, Problem
 from node.environments.grading import grade
 from node.policy.file import Blueprint, render_completion, render_reply
 from node.protocol.chat import ChatFormat
@@ -21,9 +21,6 @@ from node.protocol.turns import (
     TurnRules,
     turns_of,
 )
-
-REPLY_SECONDS = 20.0
-"""Time limit for the environment's replies in one submission: a third of a verifier's claim on it."""
 
 
 def turn_rules(policy: Blueprint, spec: RunSpec, environment: int) -> TurnRules:

@@ -14,6 +14,13 @@ MAX_KEPT_BYTES = 96 * 1024
 """Limit of all environments' bitmaps together, so that a descriptor holds them."""
 
 MAX_PROBLEMS = 2**20
+MAX_LOCK_BYTES = 256 * 1024
+PACKAGE_NAME = r"[a-z0-9](?:[a-z0-9-]{0,98}[a-z0-9])?"
+"""A distribution's name as indexes compare it (PEP 503)."""
+
+PACKAGE_VERSION = r"[0-9][0-9a-z.!+]{0,63}"
+"""A version in its canonical form (PEP 440)."""
+
 MAX_DATASET_BYTES = 2**32
 END_OF_THOUGHT = "</think>"
 REPLACEMENT = "\ufffd"
@@ -72,6 +79,21 @@ class DatasetSpec(FileSpec, frozen=True):
     answers: FileSpec | UnsetType = UNSET
 
 
+class PackageSpec(Wire, frozen=True):
+    """The package that an environment is in, and the file that says what is installed for it.
+
+    Every participant installs it (`swarmproof env install`); a run sends no code. `lock`: `node.environments.isolated`.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=100, pattern=rf"^{PACKAGE_NAME}\Z")]
+    version: Annotated[str, Meta(min_length=1, max_length=64, pattern=rf"^{PACKAGE_VERSION}\Z")]
+    lock: FileSpec
+
+    def __post_init__(self) -> None:
+        if self.lock.bytes > MAX_LOCK_BYTES:
+            raise ValueError(f"environments.package.lock has at most {MAX_LOCK_BYTES} bytes")
+
+
 StopString = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
@@ -90,7 +112,7 @@ class EnvironmentSpec(Wire, frozen=True):
     """One source of problems, drawn with probability weight / sum of weights; without `problems` it has no end.
 
     One with a `dataset` is named "dataset:NAME", and `problems` says how many of its rows are drawn from. `answers`
-    says who alone has the answers; UNSET for everybody.
+    says who alone has the answers; UNSET for everybody. One that is no part of swarmproof is in a `package`.
     `max_prompt_tokens` and `max_new_tokens` go before the run's own where they are lower. A turn ends with the token
     that completes one of the strings `stop`.
     """
@@ -99,6 +121,7 @@ class EnvironmentSpec(Wire, frozen=True):
     weight: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     arguments: dict[str, Argument] = msgspec.field(default_factory=dict)
     length: LengthSpec | None = None
+    package: PackageSpec | UnsetType = UNSET
     problems: ProblemsSpec | UnsetType = UNSET
     dataset: DatasetSpec | UnsetType = UNSET
     answers: Literal["operator"] | UnsetType = UNSET

@@ -120,12 +120,16 @@ class RelayList(Wire, frozen=True):
 class LeaseRequest(Wire, frozen=True):
     """Request for up to `slots` leases on one of the held (verified, on disk) policies.
 
-    `instance` is that of its last Registration.
+    `instance` is that of its last Registration. `lacks`: the environments of the run, by their place in its list, that
+    are not installed there; no slot of these is leased.
     """
 
     held_versions: Annotated[tuple[Count, ...], Meta(max_length=64)]
     slots: Annotated[int, Meta(ge=1, le=1024)]
     instance: Nonce
+    lacks: Annotated[tuple[Annotated[int, Meta(ge=0, le=99)], ...], Meta(min_length=1, max_length=100)] | UnsetType = (
+        UNSET
+    )
 
 
 class Lease(Wire, frozen=True):

@@ -21,6 +21,7 @@ from node.protocol.environment_spec import (
     EnvironmentSpec,
     FileSpec,
     LengthSpec,
+    PackageSpec,
     ProblemsSpec,
     ThinkingSpec,
 )
@@ -211,9 +212,21 @@ class RunSpec(Wire, frozen=True):
 
     @property
     def datasets(self) -> tuple[DatasetSpec, ...]:
-        """The files that the environments need and every node has, each once."""
+        """The files of prompts, each once."""
         named = (one.dataset for one in self.environments)
         return tuple(dict.fromkeys(one for one in named if isinstance(one, DatasetSpec)))
+
+    @property
+    def files(self) -> tuple[FileSpec, ...]:
+        """The files that the environments need and every node has, each once: datasets, and locks of packages."""
+        packages = (one.package for one in self.environments)
+        locks = (one.lock for one in packages if isinstance(one, PackageSpec))
+        return (*self.datasets, *dict.fromkeys(locks))
+
+    @property
+    def has_packages(self) -> bool:
+        """Whether nodes may lack an environment."""
+        return any(isinstance(one.package, PackageSpec) for one in self.environments)
 
     @property
     def answers(self) -> tuple[FileSpec, ...]:
@@ -222,8 +235,8 @@ class RunSpec(Wire, frozen=True):
 
     @property
     def dataset_files(self) -> tuple[FileSpec, ...]:
-        """The files of both kinds, as the operator has them."""
-        return (*self.datasets, *self.answers)
+        """All files, as the operator has them."""
+        return (*self.files, *self.answers)
 
     @property
     def digest(self) -> str:

@@ -108,7 +108,7 @@ async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> 
 
 def _policies_quota(quota_bytes: int | None, spec: RunSpec) -> int | None:
     """Return what the run's datasets leave of `quota_bytes` for its policies; raises ConfigError for nothing."""
-    datasets_bytes = sum(dataset.bytes for dataset in spec.datasets)
+    datasets_bytes = sum(dataset.bytes for dataset in spec.files)
     if quota_bytes is None:
         return None
     if datasets_bytes < quota_bytes:

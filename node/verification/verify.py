@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from node.environments.base import EnvironmentFault
 from node.policy.file import Blueprint
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason, Refusal
@@ -121,10 +122,14 @@ async def decide_many(
 
 
 def undecided(error: VerifierFailed, *, tokens: int = 0) -> Verdict:
-    """Log `error` and return the indeterminate verdict; only the error's type is public, its text may hold paths."""
+    """Log `error` and return the indeterminate verdict.
+
+    Only the error's type is public, and the code of an environment's: its text may hold paths.
+    """
     logger.error("could not verify a submission", exc_info=error)
-    kind = type(error.__cause__ or error).__name__
-    return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=f"{kind}.", tokens=tokens)
+    cause = error.__cause__ or error
+    detail = f"EnvironmentFault: {cause.code}." if isinstance(cause, EnvironmentFault) else f"{type(cause).__name__}."
+    return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=detail, tokens=tokens)
 
 
 @dataclass

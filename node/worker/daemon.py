@@ -22,14 +22,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.client.api import DEFAULT_BACKOFF
 from node.client.http import Backoff
-from node.client.ssrf import not_nearer
 from node.datasets.fetching import DatasetFeed
 from node.engines.base import DoesNotFit, Engine, MakeEngine, WrongEngine
 from node.environments.base import DatasetChanged
 from node.errors import EngineFailed
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.keys.identity import node_id
-from node.policy.arrival import ArrivingPolicies
 from node.policy.memory import share_heaps
 from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease
@@ -39,9 +37,10 @@ from node.worker.control import WorkerControl
 from node.worker.datasets import fetch_changed, fetch_datasets, worker_datasets
 from node.worker.delivery import Delivery
 from node.worker.engine import EngineHost, UnusablePolicy
+from node.worker.environments import prepare_environments
 from node.worker.events import NO_OBSERVER, EventKind, Observer
 from node.worker.leases import HAND_BACK_SECONDS, UNSOUND_PAUSE_SECONDS, LeaseClient
-from node.worker.policies import PolicyFeed
+from node.worker.policies import PolicyFeed, policy_client
 from node.worker.registration import Registrar, software
 from node.worker.relays import RelayFollower
 from node.worker.slots import ActiveSlots
@@ -50,7 +49,6 @@ from node.worker.state import WorkerState
 from node.worker.status import figures, save_status
 from shardcast import Client as BroadcastClient
 from shardcast import ServerLimits
-from shardcast.urls import valid_sources
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ class WorkerSettings:
     `threads` check and compute policies; None takes every core.
     `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches.
     `control` lists the purposes that the run's operator may use. `invite` is an invite's envelope, for a run that takes
-    new nodes by invite.
+    new nodes by invite. `allow_environments` installs the packages that the run's environments are in.
     """
 
     join: JoinSettings
@@ -74,6 +72,7 @@ class WorkerSettings:
     threads: int | None = None
     grace_seconds: float = 10.0
     once: bool = False
+    allow_environments: bool = False
     serving: Serving | None = None
     server_limits: ServerLimits = field(default_factory=ServerLimits)
     control: frozenset[Purpose] = FREE_PURPOSES
@@ -109,17 +108,10 @@ async def run_worker(
                 datasets = await race(fetch_datasets(feed, session), stop)
             except Stopped:
                 return
-            broadcast = BroadcastClient(
-                settings.join.run_id,
-                session.run_key,
-                valid_sources(descriptor.relays),
-                settings.state / "shardcast",
-                keep=descriptor.spec.batch.max_async + 1,
-                rewind=descriptor.spec.batch.max_async + 1,
-                threads=settings.threads,
-                reader=ArrivingPolicies(descriptor.spec.model.dtype),
-                may_connect=not_nearer(lambda: session.client.reach),
+            await asyncio.to_thread(
+                prepare_environments, descriptor.spec, datasets, may_install=settings.allow_environments
             )
+            broadcast = policy_client(session, folder=settings.state / "shardcast", threads=settings.threads)
             worker = Worker(
                 settings,
                 session,
@@ -286,7 +278,9 @@ class Worker:
         room = 0 if self._control.draining else self._room()
         if not held or room < 1 or self._host.version is None:
             return False
-        leases = await race(self._leases.ask(held, room), stop, linger_seconds=lambda: HAND_BACK_SECONDS)
+        leases = await race(
+            self._leases.ask(held, room, lacks=self._host.lacks), stop, linger_seconds=lambda: HAND_BACK_SECONDS
+        )
         if leases:
             await self._begin(leases, stop)
         return True

@@ -42,7 +42,7 @@ async def fetch_datasets(feed: DatasetFeed, session: RunSession) -> Mapping[str,
 
     Asks who those are for as long as a dataset is missing. Raises LocalFault, and StateError for changed rules.
     """
-    return await _fetch(feed, session, session.follow()) if session.descriptor.spec.datasets else {}
+    return await _fetch(feed, session, session.follow()) if session.descriptor.spec.files else {}
 
 
 async def fetch_changed(feed: DatasetFeed, session: RunSession) -> Mapping[str, Path]:

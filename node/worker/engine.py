@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest, requests_for
-from node.environments import NO_DATASETS, load_environments
+from node.environments import NO_DATASETS, load_environments, missing_environments
 from node.environments.base import EnvironmentFault
 from node.episodes.expected import expected_of
 from node.errors import EngineFailed
@@ -67,11 +67,16 @@ class EngineHost:
         self._run_id = run_id
         self._lead = spec.sampling.max_version_lead
         self._observer = observer
-        self._environments = load_environments(spec, datasets)
+        self._environments = load_environments(spec, datasets, some=True)
 
     async def use_datasets(self, datasets: Mapping[str, Path]) -> None:
         """Draw problems from these files from now on, verified once more; raises as `load_environments`."""
-        self._environments = await asyncio.to_thread(load_environments, self._spec, datasets)
+        self._environments = await asyncio.to_thread(load_environments, self._spec, datasets, some=True)
+
+    @property
+    def lacks(self) -> tuple[int, ...]:
+        """The environments of the run, by their place in its list, that are not installed here."""
+        return missing_environments(self._environments)
 
     @property
     def version(self) -> int | None:
@@ -159,18 +164,17 @@ class EngineHost:
         if version is None or held is None:
             raise ChallengeUnavailable("The engine holds no policy.")
         rules = challenge_spec(self._spec, ask)
-        expected = expected_of(
-            rules,
-            self._engine.policy,
-            self._environments,
-            run_id=self._run_id,
-            version=version,
-            manifest_digest=challenge_manifest(
-                run_id=self._run_id, manifest_digest=held.manifest_digest, node=node, nonce=nonce
-            ),
-            slot=CHALLENGE_SLOT,
-        )
+        manifest = challenge_manifest(run_id=self._run_id, manifest_digest=held.manifest_digest, node=node, nonce=nonce)
         try:
+            expected = expected_of(
+                rules,
+                self._engine.policy,
+                self._environments,
+                run_id=self._run_id,
+                version=version,
+                manifest_digest=manifest,
+                slot=CHALLENGE_SLOT,
+            )
             _check_prompt(expected, rules)
         except EnvironmentFault as fault:  # the asker would refuse the answer, or no engine takes it
             raise ChallengeUnavailable(f"The challenge's problem is for nobody: {fault}.") from fault

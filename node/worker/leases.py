@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from msgspec import UNSET
+
 from node.client.api import FOREVER
 from node.errors import BadReply, CoordinatorFault, Refused
 from node.joining.session import RunSession
@@ -76,12 +78,16 @@ class LeaseClient:
         """Send no lease request for `seconds`."""
         self._ask_at = time.monotonic() + seconds
 
-    async def ask(self, held: Sequence[int], slots: int) -> list[Lease]:
-        """Request leases, return the valid ones (of one version) and hand back the others; sets `pause_seconds`."""
+    async def ask(self, held: Sequence[int], slots: int, *, lacks: tuple[int, ...] = ()) -> list[Lease]:
+        """Request leases, return the valid ones (of one version) and hand back the others; sets `pause_seconds`.
+
+        `lacks` are the environments that are not installed here.
+        """
         request = LeaseRequest(
             held_versions=tuple(held[:MAX_HELD_VERSIONS]),
             slots=min(slots, MAX_SLOTS),
             instance=self._registrar.instance.id,
+            lacks=lacks or UNSET,
         )
         try:
             reply = await self._client.lease(request, patience_seconds=FOREVER)

@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from node.client.http import Backoff, printable
+from node.client.ssrf import not_nearer
+from node.joining.session import RunSession
+from node.policy.arrival import ArrivingPolicies
 from node.protocol.messages import RelayList
 from node.relay.advice import Serving, serving_url, source_url, sources_of
 from node.runtime.signals import Stopped, race
 from node.worker.events import NO_OBSERVER, EventKind, Observer
 from shardcast import Client, Fetched, Head, ServedState, ServerLimits, VersionProgress
 from shardcast.errors import NoVersionYet, ShardcastError
+from shardcast.urls import valid_sources
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,22 @@ class HeldPolicy:
 
     manifest_digest: str
     path: Path
+
+
+def policy_client(session: RunSession, *, folder: Path, threads: int | None) -> Client:
+    """Return the client of the run's policies, a context manager, which keeps in `folder` those that may be leased."""
+    descriptor = session.descriptor
+    return Client(
+        session.join.run_id,
+        session.run_key,
+        valid_sources(descriptor.relays),
+        folder,
+        keep=descriptor.spec.batch.max_async + 1,
+        rewind=descriptor.spec.batch.max_async + 1,
+        threads=threads,
+        reader=ArrivingPolicies(descriptor.spec.model.dtype),
+        may_connect=not_nearer(lambda: session.client.reach),
+    )
 
 
 class PolicyFeed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import UNSET
 from msgspec.structs import replace
 from sqlalchemy import insert, update
 
@@ -71,9 +72,11 @@ class Actors:
             training.record_policy(connection, policy, now=self.now)
             training.finish_step(connection, version - 1, stats={}, now=self.now)
 
-    def lease(self, node: str, *, held: tuple[int, ...], count: int = 1, address: str = "") -> list[work.Lease]:
+    def lease(
+        self, node: str, *, held: tuple[int, ...], count: int = 1, address: str = "", lacks: tuple[int, ...] = ()
+    ) -> list[work.Lease]:
         with self.home.database.write() as connection:
-            request = LeaseRequest(held_versions=held, slots=count, instance="0" * 32)
+            request = LeaseRequest(held_versions=held, slots=count, instance="0" * 32, lacks=lacks or UNSET)
             quota, spec = work.AddressQuota(address), self.home.spec
             reply = work.lease(connection, node=who(node), request=request, spec=spec, now=self.now, quota=quota)
             return list(reply.leases)

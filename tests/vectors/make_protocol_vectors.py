@@ -230,6 +230,7 @@ def wire_vectors() -> dict[str, Any]:
             stripes=(("http://relay.example:8001", "http://origin.example:8000"),),
         ),
         m.LeaseRequest(held_versions=(3, 4), slots=2, instance="0f" * 16),
+        m.LeaseRequest(held_versions=(4,), slots=1, instance="0f" * 16, lacks=(1,)),
         m.LeaseReply(
             leases=(
                 m.Lease(lease_id=DIGEST_A, version=4, manifest_digest=DIGEST_B, slot=9, expires_at=1_760_000_060),

@@ -56,7 +56,7 @@ def _version(distribution: str | None) -> str | None:
         return None
 
 
-class Recent:
+class RecentValues:
     """The values of a function for the indexes asked last: several queries are about the same problem."""
 
     def __init__(self, make: Callable[[int], Any], *, kept: int = 64) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from .adapter import Json, Recent, Turn, Unusable, versions, within_bounds
+from .adapter import Json, RecentValues, Turn, Unusable, versions, within_bounds
 
 GROUP = "swarmproof.environments"
 _MESSAGE_KEYS = ("role", "content", "tool_call_id", "name")
@@ -37,7 +37,7 @@ class Plain:
         self._several = callable(getattr(self._environment, "reply", None))
         if self._several and not callable(getattr(self._environment, "reward_turns", None)):
             raise Unusable("refused_environment", "it has a method reply, and no method reward_turns")
-        self._problems = Recent(self._environment.problem)
+        self._problems = RecentValues(self._environment.problem)
         self._package = entry.dist.name if entry.dist is not None else None
 
     def loaded(self) -> Json:

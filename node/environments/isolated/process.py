@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -119,15 +120,7 @@ class GuestProcess:
     def _start(self) -> None:
         self._discard()
         try:
-            self._process = subprocess.Popen(  # noqa: S603  (the node's own command)
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                env=self._variables,
-                start_new_session=True,
-            )
+            self._process = _starter().submit(_started, self._command, self._variables).result()
         except OSError as error:
             raise self._fault("environment_died", f"its process cannot be started: {error}") from error
         self._finalizer = weakref.finalize(self, _end, self._process)
@@ -180,6 +173,36 @@ class GuestProcess:
         self._process = None
         if self._finalizer is not None:
             self._finalizer()
+
+
+_starters: list[ThreadPoolExecutor] = []
+_starters_lock = threading.Lock()
+
+
+def _starter() -> ThreadPoolExecutor:
+    """Return the thread that starts every process, and lives as long as this one.
+
+    A sandbox that is to die with its parent dies with the thread that started it (PR_SET_PDEATHSIG).
+    """
+    with _starters_lock:
+        if not _starters:
+            _starters.append(ThreadPoolExecutor(1, thread_name_prefix="environments"))
+        return _starters[0]
+
+
+os.register_at_fork(after_in_child=_starters.clear)
+
+
+def _started(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603  (the node's own command)
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        env=variables,
+        start_new_session=True,
+    )
 
 
 def printable(text: str) -> str:

@@ -66,6 +66,13 @@ ENVIRONMENT = Record(
                 }
             )
         ),
+        "package": Record(
+            {
+                "name": matching("[a-z0-9](?:[a-z0-9-]{0,98}[a-z0-9])?"),
+                "version": matching("[0-9][0-9a-z.!+]{0,63}"),
+                "lock": Record({"digest": DIGEST, "bytes": integer(1, 262144)}),
+            }
+        ),
         "problems": Record({"count": integer(1, 1048576), "kept": OrNull(binary(98304))}),
         "dataset": Record({**FILE, "answers": Record(FILE)}, frozenset({"answers"})),
         "answers": one_of("operator"),
@@ -74,7 +81,7 @@ ENVIRONMENT = Record(
         "stop": ArrayOf(text(1, 64), 8, 1),
         "thinking": Record({"tokens": integer(1, INT31), "end": text(1, 500)}),
     },
-    frozenset({"problems", "dataset", "answers", "max_prompt_tokens", "max_new_tokens", "stop", "thinking"}),
+    frozenset({"package", "problems", "dataset", "answers", "max_prompt_tokens", "max_new_tokens", "stop", "thinking"}),
 )
 POOLS = Record(
     {
@@ -247,7 +254,15 @@ REGISTRATION = Record(
 RECEIVED_FROM = Record({"url": PLAIN_URL, "bytes_per_s": COUNT})
 RELAY_ANNOUNCEMENT = Record({"url": PLAIN_URL, "received": ArrayOf(RECEIVED_FROM, 32), "version": OrNull(COUNT)})
 RELAY_LIST = Record({"relays": ArrayOf(URL, 256), "stripes": ArrayOf(ArrayOf(URL, 16), 16)})
-LEASE_REQUEST = Record({"held_versions": ArrayOf(COUNT, 64), "slots": integer(1, 1024), "instance": NONCE})
+LEASE_REQUEST = Record(
+    {
+        "held_versions": ArrayOf(COUNT, 64),
+        "slots": integer(1, 1024),
+        "instance": NONCE,
+        "lacks": ArrayOf(integer(0, 99), 100, 1),
+    },
+    frozenset({"lacks"}),
+)
 LEASE = Record(
     {
         "lease_id": DIGEST,

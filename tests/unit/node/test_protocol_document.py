@@ -33,6 +33,7 @@ from node.protocol.run import (
     LevelSpec,
     LimitsSpec,
     LoraSpec,
+    PackageSpec,
     PolicyHead,
     PoolsSpec,
     ProblemsSpec,
@@ -308,6 +309,7 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
         elif isinstance(kind, msgspec.inspect.StructType):
             yield from _fields(f"[{field.name}]", kind.cls)
     yield from _fields("[environments.length]", LengthSpec)
+    yield from _fields("[environments.package]", PackageSpec)
     yield from _fields("[environments.problems]", ProblemsSpec)
     yield from _fields("[environments.dataset]", DatasetSpec)
     yield from _fields("[environments.thinking]", ThinkingSpec)
@@ -342,7 +344,7 @@ def _type(kind: object) -> str:
         case msgspec.inspect.StrType(max_length=high) | msgspec.inspect.BytesType(max_length=high):
             is_text = isinstance(kind, msgspec.inspect.StrType)
             shown = f"text, {kind.min_length} .. {high} characters" if is_text else f"base64 of at most {high} bytes"
-            return "64 hexadecimal digits" if is_text and kind.pattern is not None else shown
+            return "64 hexadecimal digits" if is_text and kind.max_length is None else shown
         case msgspec.inspect.LiteralType(values=values):
             # msgspec sorts the alternatives; the document's order is free.
             return " ".join(sorted(values))
