@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from coordinator.dashboard.conversation import Utterance, conversation_of
 from coordinator.dashboard.figures import read_entry
 from coordinator.dashboard.formatting import name_of, number
 from coordinator.dashboard.verdict_words import GROUP_FIGURES, headline, why
@@ -105,6 +106,7 @@ class RolloutRow:
     worst_margin: str
     segments: str
     failed: bool
+    conversation: Sequence[Utterance]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,7 @@ def _rows(
             worst_margin=number(max(halves(row.margins), default=None)) if row.is_measured else "",
             segments=_segments(row),
             failed=at == failed,
+            conversation=conversation_of(row, most_tokens=len(shown[at])),
         )
         for at, row in enumerate(evidence.rows)
     ]
