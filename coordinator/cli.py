@@ -143,6 +143,8 @@ def verifier(
     import_models()
     from coordinator.integrity.start import check_start
     from coordinator.metrics.roles import VerifierMetrics, role_registry
+    from coordinator.run.heartbeat import heartbeat
+    from coordinator.storage.heartbeats import Role
     from coordinator.verifier.daemon import Verifier, VerifierSettings
     from coordinator.verifier.evidence import EvidenceLimits
     from node.runtime.metrics import serving_metrics
@@ -168,7 +170,7 @@ def verifier(
     async def work() -> None:
         await Verifier(home, chosen, VerifierMetrics(registry)).run(stop_on_signals())
 
-    with serving_metrics(registry, metrics_host, metrics_port):
+    with serving_metrics(registry, metrics_host, metrics_port), heartbeat(home, Role.VERIFIER, name):
         asyncio.run(work())
 
 

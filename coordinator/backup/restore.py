@@ -26,7 +26,7 @@ from coordinator.run.home import DATABASE_URL_FILE, MAX_SPEC_BYTES
 from coordinator.storage import locks, log, uploads
 from coordinator.storage.blobs import BlobStore
 from coordinator.storage.database import Connection, Database, sqlite_path, sqlite_url, upgrade, without_password
-from coordinator.storage.facts import BLOBS, FACTS, LEADER, PUBLIC_KEY, SPEC, put_fact, remove_fact
+from coordinator.storage.facts import BLOBS, FACTS, PUBLIC_KEY, SPEC, put_fact
 from coordinator.storage.faults import DatabaseAway, DatabaseFault
 from coordinator.storage.log_tree import LogTree
 from coordinator.storage.open_blobs import open_blobs
@@ -214,7 +214,6 @@ def _load(connection: Connection, checked: _VerifiedBackup, *, store: str) -> No
     upgrade(connection)
     continue_sequences(connection)
     uploads.forget_all(connection)  # they name the previous store; their bodies are in the backup's blobs
-    remove_fact(connection, LEADER)
     put_fact(connection, BLOBS, store)
 
 

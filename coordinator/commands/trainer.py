@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,8 @@ def _train(
 ) -> None:
     """Train, and serve what is trained, until SIGTERM or SIGINT."""
     from coordinator.metrics.roles import TrainerMetrics, role_registry
+    from coordinator.run.heartbeat import heartbeat
+    from coordinator.storage.heartbeats import Role
     from coordinator.storage.training import newest_version
     from coordinator.training.trainer import Trainer
     from node.runtime.metrics import serving_metrics
@@ -175,7 +178,7 @@ def _train(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: work.stop())
     try:
-        with serving_metrics(registry, *metrics_at):
+        with serving_metrics(registry, *metrics_at), heartbeat(home, Role.TRAINER, socket.gethostname()):
             work.run()
     finally:
         server.stop()

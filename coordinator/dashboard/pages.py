@@ -60,6 +60,7 @@ class Pages:
         self._lock = threading.Lock()
         self._snapshot: RenderedRun | None = None
         self._plots = (0.0, "")
+        self._health_line = (-SNAPSHOT_SECONDS, Markup())
 
     def sections(self) -> dict[str, str]:
         """Return the live sections of the run's page as HTML, and the plots' data as JSON."""
@@ -108,6 +109,7 @@ class Pages:
         values: dict[str, Any] = {"figures": figures, "plots": plots, "now": now, "section": Markup(section)}  # noqa: S704
         sections = {name: self._render(f"sections/{name}.html.j2", **values).decode() for name in SECTIONS}
         # Markup: JSON with HTML's special characters escaped.
+        sections["health"] = self._health()
         sections[PLOTS] = htmlsafe_json_dumps(plots.data, separators=(",", ":"))
         return RenderedRun(at, values, sections, self._run_page(values, sections, table))
 
@@ -119,7 +121,16 @@ class Pages:
         return read_workers(connection, query, spec=self._coordinator.home.spec, now=time.time())
 
     def _render(self, template: str, **values: Any) -> bytes:
+        values["health"] = self._health
         return self._environment.get_template(template).render(**values).encode(errors="replace")
+
+    def _health(self) -> Markup:
+        """Return the line that each page has on whether the run works, at most SNAPSHOT_SECONDS old."""
+        if time.monotonic() - self._health_line[0] >= SNAPSHOT_SECONDS:
+            line = self._environment.get_template("health.html.j2")
+            found = self._coordinator.health(now=time.time())
+            self._health_line = time.monotonic(), Markup(line.render(found=found))  # noqa: S704  (our own template)
+        return self._health_line[1]
 
     @cached_property
     def _environment(self) -> Environment:

@@ -17,11 +17,11 @@ from prometheus_client.registry import Collector
 
 from coordinator.metrics.curves import REWARD_OF
 from coordinator.run.home import Home
-from coordinator.run.leader import last_leader
 from coordinator.run.status import ACTIVE_SECONDS
 from coordinator.storage import log, nodes, pools, tallies
 from coordinator.storage.database import Connection
 from coordinator.storage.faults import DatabaseFault
+from coordinator.storage.heartbeats import read_heartbeats
 from coordinator.storage.progress import progress
 from coordinator.storage.relays import relays_seen_since
 from coordinator.storage.schema import LeaseState
@@ -138,9 +138,15 @@ def _progress(connection: Connection, *, total_steps: int) -> Iterator[Metric]:
     yield family("counter", "swarmproof_steps_finished", "Training steps whose policy is published.", finished)
     yield _gauge("swarmproof_steps_planned", "Training steps of the whole run.", total_steps)
     yield _gauge("swarmproof_log_entries", "Size of the run's log.", log.size(connection))
-    leader = last_leader(connection)
-    said = "When a leader last said that it leads."
-    yield family("gauge", "swarmproof_leader_seen_timestamp_seconds", said, None if leader is None else leader.seen_at)
+    seen = GaugeMetricFamily(
+        "swarmproof_role_seen_timestamp_seconds",
+        "When the last process of a role said that it is there.",
+        labels=["role"],
+    )
+    newest = {one.role: one.seen_at for one in reversed(read_heartbeats(connection))}
+    for role, at_ in sorted(newest.items()):
+        seen.add_metric([role.value], at_)
+    yield seen
     slots = GaugeMetricFamily("swarmproof_slots", "Slots by state.", labels=["state"])
     for state, count in slot_counts(connection).items():
         slots.add_metric([state], count)

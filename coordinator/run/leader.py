@@ -6,34 +6,28 @@ expired leases and abandoned uploads remain, and new relays are not told about.
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from coordinator.errors import StorageFault
+from coordinator.run.health import read_health
+from coordinator.run.heartbeat import BEAT_SECONDS
 from coordinator.run.home import Home
 from coordinator.run.relay_probes import RelayProbes
 from coordinator.storage import locks, uploads, work
 from coordinator.storage.database import Connection
-from coordinator.storage.facts import LEADER, put_fact, read_fact
 from coordinator.storage.faults import DatabaseFault, advice
+from coordinator.storage.heartbeats import Heartbeat, Role, beat, read_heartbeats
 from coordinator.storage.verdicts import clock
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LastLeader:
-    """The name of the last leader, and the time of its last heartbeat in Unix seconds."""
-
-    name: str
-    seen_at: float
+START_SECONDS = 60.0
+"""Everything else of the operator's is started within it."""
 
 
 class Leader:
@@ -43,11 +37,14 @@ class Leader:
         self._home = home
         self._name = name or socket.gethostname()
         self._tasks: dict[str, tuple[float, Callable[[float], None]]] = {  # what for, period in seconds, function
-            "write the heartbeat": (5.0, self._heartbeat),
+            "write the heartbeat": (BEAT_SECONDS, self._heartbeat),
             "expire leases": (1.0, self._expire),
             "remove abandoned uploads": (60.0, self._sweep),
+            "look how the run is": (10.0, self._look),
         }
         self._run_at: dict[str, float] = {}
+        self._began = clock()
+        self._said: tuple[str, ...] = ()
         self._leading = False
 
     @property
@@ -95,10 +92,8 @@ class Leader:
                 log.warning("could not %s, retrying in %.0f s: %s", name, period_s, advice(error))
 
     def _heartbeat(self, now: float) -> None:
-        value = json.dumps({"name": self._name, "at": now})
         with self._home.database.write(durable=False) as connection:
-            locks.leasing(connection)
-            put_fact(connection, LEADER, value)
+            beat(connection, Role.LEADER, self._name, now=now)
 
     def _expire(self, now: float) -> None:
         with self._home.database.write(durable=False) as connection:
@@ -109,14 +104,24 @@ class Leader:
         if (store := self._home.blobs.uploads) is not None:
             uploads.sweep(self._home.database, store, now=now)
 
+    def _look(self, now: float) -> None:
+        """Log what is wrong with the run when that changes; not while its processes are being started."""
+        if 0 <= now - self._began < START_SECONDS:
+            return
+        health = read_health(self._home, has_sources=True, now=now)
+        said = tuple(problem.rule.code for problem in health.problems)
+        if said == self._said:
+            return
+        for problem in health.problems:
+            log.warning("%s %s", problem.text, problem.rule.todo)
+        if not health.problems:
+            log.info("%s", health.headline)
+        self._said = said
 
-def last_leader(connection: Connection) -> LastLeader | None:
-    """Return the last leader, None before the first."""
-    found = read_fact(connection, LEADER)
-    if found is None:
-        return None
-    fields = json.loads(found)
-    return LastLeader(name=str(fields["name"]), seen_at=float(fields["at"]))
+
+def last_leader(connection: Connection) -> Heartbeat | None:
+    """Return the last sign of life of who led last, None before the first."""
+    return next((one for one in read_heartbeats(connection) if one.role is Role.LEADER), None)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dataclasses import replace
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.run.descriptors import NO_CONTACTS, Contacts, Descriptors
+from coordinator.run.health import Health, read_health
 from coordinator.run.history import KeptHistory, current_checkpoint
 from coordinator.run.home import Home
 from coordinator.run.membership import membership_of
@@ -80,6 +81,10 @@ class Coordinator:
     def descriptor(self, *, now: float) -> bytes:
         """Return the signed descriptor."""
         return self.descriptors.newest(now=now).envelope
+
+    def health(self, *, now: float) -> Health:
+        """Return whether the run works, and what is wrong."""
+        return read_health(self.home, has_sources=bool(self.relays.urls(now=now)), now=now)
 
     def newest_policy(self) -> bytes:
         """Return the signed manifest of the newest policy; raises Refusal before the first."""

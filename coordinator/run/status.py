@@ -28,7 +28,7 @@ MAX_STEPS = 1000
 
 def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
     """Return the run's status at `now` as JSON values."""
-    home = coordinator.home
+    home, health = coordinator.home, coordinator.health(now=now)
     with home.database.read() as connection:
         at = progress(connection)
         finished = steps.finished_steps(connection)
@@ -36,6 +36,7 @@ def run_status(coordinator: Coordinator, *, now: float) -> dict[str, Any]:
             "run_id": home.run_id,
             "name": home.spec.name,
             "time": now,
+            "health": health.as_json(),
             "head_version": at.head,
             "next_step": at.next_step,
             "total_steps": home.spec.training.steps,

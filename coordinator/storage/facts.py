@@ -1,4 +1,4 @@
-"""Facts about the run that every process shares, as text by name: its key, its spec, its blob store, its leader.
+"""Facts about the run that every process shares, as text by name: its key, its spec, its blob store.
 
 The digest of its teacher's file is one as well: no log entry names what only the trainer reads.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, insert, select, update
 
 from coordinator.storage.schema import facts
 from node.protocol.run import run_id_of
 
 FACTS = facts.name
-PUBLIC_KEY, SPEC, BLOBS, LEADER = "public_key", "spec", "blobs", "leader"
+PUBLIC_KEY, SPEC, BLOBS = "public_key", "spec", "blobs"
 TEACHER_DIGEST = "teacher_digest"
 
 
@@ -45,8 +45,3 @@ def put_fact(connection: Connection, name: str, value: str) -> None:
     """Insert or replace one fact."""
     if connection.execute(update(facts).where(facts.c.name == name).values(value=value)).rowcount == 0:
         add_facts(connection, {name: value})
-
-
-def remove_fact(connection: Connection, name: str) -> None:
-    """Delete one fact if it exists."""
-    connection.execute(delete(facts).where(facts.c.name == name))

@@ -154,6 +154,14 @@ relays = Table(
     Column("failed_probes", Integer, nullable=False, server_default="0"),
 )
 
+heartbeats = Table(
+    "heartbeats",
+    metadata,
+    Column("role", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("seen_at", Double, nullable=False),
+)
+
 nonces = Table(
     "nonces",
     metadata,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +19,12 @@ from node.client.api import CoordinatorClient
 from node.client.http import Backoff
 from node.commands.joining_options import parse_join_options
 from node.commands.options import json_option, key_option, state_option
-from node.commands.status_report import LocalWorker, StatusLine, deciding, line_of, lines_of, show
+from node.commands.status_report import LocalWorker, StatusLine, deciding, health_lines, line_of, lines_of, show
 from node.errors import CoordinatorFault, NetworkDown
 from node.joining.options import JoinOptions
 from node.joining.session import join_run
 from node.keys.identity import load_key, node_id
+from node.protocol import endpoints
 from node.protocol.messages import NodeStanding
 from node.protocol.run import RunSpec
 from shardcast.errors import Malformed
@@ -30,6 +32,7 @@ from shardcast.files import read_bounded
 from shardcast.wire import is_digest
 
 MAX_STATUS_BYTES: Final = 4 * 1024 * 1024
+MAX_STATUS_OF_RUN_BYTES: Final = 4 * 1024 * 1024
 SECONDS: Final = 20.0
 _ONCE: Final = Backoff(first_seconds=2 * SECONDS + 1, max_seconds=2 * SECONDS + 1)
 """No retries within SECONDS: each coordinator is tried once."""
@@ -94,7 +97,7 @@ def status(
         node = node_id(load_key(_key_file(key, local)))
     console = Console()
     try:
-        standing, spec, url = asyncio.run(_ask(urls, run_id, node))
+        standing, spec, url, health = asyncio.run(_ask(urls, run_id, node))
     except CoordinatorFault:
         if local.worker is not None and not as_json:
             show([line_of(local.worker, now=time.time())], (), console)
@@ -103,7 +106,8 @@ def status(
         said = {"exit_code": int(standing.banned), "run_id": run_id, "standing": standing, "worker": local.raw}
         click.echo(msgspec.json.encode(said))
     else:
-        lines = [StatusLine("run", f"{spec.name}, {run_id[:16]}…, at {url}"), *lines_of(standing, spec.standing)]
+        lines = [StatusLine("run", f"{spec.name}, {run_id[:16]}…, at {url}"), *health]
+        lines += lines_of(standing, spec.standing)
         if local.worker is not None:
             lines.append(line_of(local.worker, now=time.time()))
         show(lines, deciding(standing), console)
@@ -183,11 +187,16 @@ def _local(state: Path | None, run_id: str | None) -> _Local:
     return _Local(folder=state) if run_id not in (None, worker.run_id) else _Local(folder=state, worker=worker, raw=raw)
 
 
-async def _ask(urls: tuple[str, ...], run_id: str, node: str) -> tuple[NodeStanding, RunSpec, str]:
-    """Return the node's standing, the run's rules, and the coordinator's URL, which proves to be the run's.
+async def _ask(
+    urls: tuple[str, ...], run_id: str, node: str
+) -> tuple[NodeStanding, RunSpec, str, Sequence[StatusLine]]:
+    """Return the node's standing, the run's rules, the coordinator's URL, which proves to be the run's, and how it says
+    that the run is.
 
     Raises CoordinatorFault.
     """
     async with CoordinatorClient(urls, run_id=run_id, backoff=_ONCE) as client:
         descriptor = await client.descriptor(patience_seconds=SECONDS)
-        return await client.standing(node, patience_seconds=SECONDS), descriptor.spec, client.url
+        standing = await client.standing(node, patience_seconds=SECONDS)
+        said = await client.fetch(endpoints.STATUS_OF_RUN, max_bytes=MAX_STATUS_OF_RUN_BYTES, patience_seconds=SECONDS)
+        return standing, descriptor.spec, client.url, health_lines(said)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +37,20 @@ class LocalWorker(msgspec.Struct, frozen=True):
     tokens_per_s: float = 0.0
 
 
+class _Problem(msgspec.Struct, frozen=True):
+    text: Annotated[str, Meta(max_length=300)]
+
+
+class _Health(msgspec.Struct, frozen=True):
+    state: Annotated[str, Meta(max_length=20)]
+    problems: tuple[_Problem, ...]
+
+
+class _RunStatus(msgspec.Struct, frozen=True):
+    health: _Health
+
+
+MAX_PROBLEMS = 8
 ENDED = "ended"
 """`doing` of a worker that ended cleanly."""
 
@@ -56,6 +72,17 @@ def lines_of(standing: NodeStanding, rules: StandingSpec) -> list[StatusLine]:
     if rules.stake:
         said.append(StatusLine("stake", f"{standing.stake:,} of the {rules.stake:,} that the run asks for."))
     return [*said, StatusLine("next", _next(standing, rules))]
+
+
+def health_lines(status: bytes) -> list[StatusLine]:
+    """Render what a coordinator's status says of the run; nothing where it is of another release, or is nonsense."""
+    try:
+        health = msgspec.json.decode(status, type=_RunStatus).health
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    if not health.problems:
+        return [StatusLine("", "The run is over." if health.state == "over" else "Everything of the operator's works.")]
+    return [StatusLine("", one.text, "yellow") for one in health.problems[:MAX_PROBLEMS]]
 
 
 def line_of(worker: LocalWorker, *, now: float) -> StatusLine:

@@ -139,3 +139,25 @@ def test_killing_one_process_loses_nothing_and_the_run_finishes(run: Run, kind: 
         [msgspec.json.decode(leaf, type=LogEntry) for leaf in leaves], admitted_and_unused=status["slots"]["admitted"]
     )
     assert run.supervisor.restarts == {name: int(name == kind) for name in run.supervisor.restarts}
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_trainer_hangs_says_so_within_a_minute(run: Run) -> None:
+    """The page was green for minutes after the trainer had stopped: nobody looks at a log that is not moving."""
+
+    def health() -> dict[str, Any]:
+        return run.status().get("health", {})
+
+    run.until(lambda: health().get("state") == "works", seconds=START_SECONDS)
+    trainer = run.supervisor.pid("trainer")
+    os.kill(trainer, signal.SIGSTOP)
+    try:
+        until(lambda: health()["state"] == "stopped", seconds=60.0, what=health)
+        (problem,) = health()["problems"]
+        assert problem["code"] == "no_trainer"
+        assert problem["todo"].startswith("swarmproof trainer")
+        page = get(f"{run.swarm.coordinator_url}/audit", seconds=60.0).decode()
+        assert "The trainer stopped" in page
+    finally:
+        os.kill(trainer, signal.SIGCONT)
+    run.until(lambda: health().get("state") in ("works", "over"), seconds=60.0)

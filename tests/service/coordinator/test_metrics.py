@@ -81,9 +81,9 @@ def test_who_leads_is_seen_and_when_it_said_so(home: Home) -> None:
     leader = Leader(home)
     registry = leader_registry(home, leads=lambda: leader.leading)
     assert value(registry, "swarmproof_leader") == 0
-    assert value(registry, "swarmproof_leader_seen_timestamp_seconds") is None
+    assert value(registry, "swarmproof_role_seen_timestamp_seconds", role="leader") is None
     leader.work(now := time.time())
-    assert value(registry, "swarmproof_leader_seen_timestamp_seconds") == pytest.approx(now)
+    assert value(registry, "swarmproof_role_seen_timestamp_seconds", role="leader") == pytest.approx(now)
 
 
 def test_transactions_and_what_they_waited_for_are_measured(home: Home) -> None:

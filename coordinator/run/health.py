@@ -1,0 +1,158 @@
+"""Whether a run works: one list of rules for the pages, `/v1/status`, `swarmproof status` and the operator's terminal.
+
+Where a rule is one of deploy/prometheus/alerts.yml, it has its name there, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.run.home import Home
+from coordinator.storage.database import Connection
+from coordinator.storage.heartbeats import Heartbeat, Role, read_heartbeats
+from coordinator.storage.progress import Progress, progress
+from coordinator.storage.steps import newest_finished_step
+from coordinator.storage.submissions import QUEUED, count_waiting
+from node.protocol.run import RunSpec
+
+AWAY_SECONDS: Final = 30.0
+"""A process that has written no heartbeat for so long has stopped: it writes one every 5 s."""
+
+OLD_SECONDS: Final = 600.0
+STEP_SECONDS: Final = 3600.0
+LEAST_FREE: Final = 0.1
+
+
+class State(StrEnum):
+    """How a run is, the worst last."""
+
+    OVER = "over"
+    WORKS = "works"
+    SLOW = "slow"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What can be wrong: how bad it is, the alert of the same meaning, and what mends it."""
+
+    code: str
+    state: State
+    todo: str
+    alert: str = ""
+
+
+NO_TRAINER: Final = Rule(
+    "no_trainer", State.STOPPED, "swarmproof trainer --data DATA --key KEY --state STATE", "SwarmproofNoTrainer"
+)
+NO_VERIFIER: Final = Rule(
+    "no_verifier", State.STOPPED, "swarmproof verifier --data DATA --state STATE", "SwarmproofNoVerifier"
+)
+NO_RELAY: Final = Rule("no_relay", State.STOPPED, "swarmproof coordinator ... --relay http://TRAINER:8710")
+NO_LEADER: Final = Rule("no_leader", State.SLOW, "swarmproof coordinator --role leader", "SwarmproofNoLeader")
+QUEUE_TOO_OLD: Final = Rule(
+    "queue_too_old", State.SLOW, "start another verifier, with a --name and --state of its own",
+    "SwarmproofQueueTooOld",
+)  # fmt: skip
+NO_STEP: Final = Rule("no_step", State.SLOW, "look at the trainer's log, and at the verdicts below", "SwarmproofNoStep")
+DISK: Final = Rule("disk_nearly_full", State.SLOW, "give the run's --data more room", "SwarmproofDiskNearlyFull")
+RULES: Final = (NO_TRAINER, NO_VERIFIER, NO_RELAY, NO_LEADER, QUEUE_TOO_OLD, NO_STEP, DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A rule that is broken, in a sentence with its figures."""
+
+    rule: Rule
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The state of a run, with what is wrong, the worst first."""
+
+    state: State
+    problems: Sequence[Problem]
+
+    @property
+    def headline(self) -> str:
+        """One sentence for a line."""
+        if self.state is State.OVER:
+            return "The run is over."
+        return self.problems[0].text if self.problems else "Everything works."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values of `/v1/status`."""
+        return {
+            "state": self.state.value,
+            "problems": [{"code": one.rule.code, "text": one.text, "todo": one.rule.todo} for one in self.problems],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What health is judged by; times are in Unix seconds, None where there was nothing yet."""
+
+    at: Progress
+    heartbeats: Sequence[Heartbeat]
+    waiting_since: float | None
+    last_step_at: float | None
+    has_sources: bool
+    free_share: float
+
+
+def read_health(home: Home, *, has_sources: bool, now: float) -> Health:
+    """Read how the run is at `now`; `has_sources` says whether workers are told of a relay to fetch from."""
+    with home.database.read() as connection:
+        signs = _signs(connection, home.folder, has_sources=has_sources)
+    return judge_health(signs, spec=home.spec, now=now)
+
+
+def _signs(connection: Connection, folder: Path, *, has_sources: bool) -> Signs:
+    since = [at for at in (count_waiting(connection, state)[1] for state in QUEUED) if at is not None]
+    usage = shutil.disk_usage(folder)
+    last = newest_finished_step(connection)
+    return Signs(
+        at=progress(connection),
+        heartbeats=read_heartbeats(connection),
+        waiting_since=min(since, default=None),
+        last_step_at=None if last is None else last.finished_at,
+        has_sources=has_sources,
+        free_share=usage.free / max(1, usage.total),
+    )
+
+
+def judge_health(signs: Signs, *, spec: RunSpec, now: float) -> Health:
+    """Return the health that follows from `signs`."""
+    if signs.at.is_over(spec) and signs.waiting_since is None:
+        return Health(State.OVER, ())
+    problems = sorted(_problems(signs, now=now), key=lambda one: list(State).index(one.rule.state), reverse=True)
+    return Health(problems[0].rule.state if problems else State.WORKS, problems)
+
+
+def _problems(signs: Signs, *, now: float) -> Iterator[Problem]:
+    for role, rule in ((Role.TRAINER, NO_TRAINER), (Role.VERIFIER, NO_VERIFIER), (Role.LEADER, NO_LEADER)):
+        seen = next((one.seen_at for one in signs.heartbeats if one.role is role), None)
+        if seen is None:
+            yield Problem(rule, f"No {role.value} has been started.")
+        elif now - seen > AWAY_SECONDS:
+            yield Problem(rule, f"The {role.value} stopped {_ago(now - seen)} ago.")
+    if not signs.has_sources:
+        yield Problem(NO_RELAY, "There is no relay: workers cannot fetch policies.")
+    if signs.waiting_since is not None and now - signs.waiting_since > OLD_SECONDS:
+        yield Problem(QUEUE_TOO_OLD, f"A submission has waited {_ago(now - signs.waiting_since)} for a verdict.")
+    if signs.last_step_at is not None and now - signs.last_step_at > STEP_SECONDS:
+        yield Problem(NO_STEP, f"No training step has ended for {_ago(now - signs.last_step_at)}.")
+    if signs.free_share < LEAST_FREE:
+        yield Problem(DISK, f"{signs.free_share:.0%} of the disk of the run's data is free.")
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

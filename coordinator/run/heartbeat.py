@@ -1,0 +1,42 @@
+"""A process of the operator's says every few seconds that it is there (`coordinator.run.health` reads it)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from coordinator.run.home import Home
+from coordinator.storage.faults import DatabaseFault, advice
+from coordinator.storage.heartbeats import Role, beat
+from coordinator.storage.verdicts import clock
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS: Final = 5.0
+
+
+@contextmanager
+def heartbeat(home: Home, role: Role, name: str) -> Iterator[None]:
+    """Context manager during which a thread notes the process `name` as there."""
+    stop = threading.Event()
+    thread = threading.Thread(target=_beat, args=(home, role, name, stop), name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _beat(home: Home, role: Role, name: str, stop: threading.Event) -> None:
+    while True:
+        try:
+            with home.database.write(durable=False) as connection:
+                beat(connection, role, name, now=clock())
+        except (DatabaseFault, OSError) as error:
+            log.debug("no heartbeat was written: %s", advice(error))
+        if stop.wait(BEAT_SECONDS):
+            return
