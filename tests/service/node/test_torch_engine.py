@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_cases import families
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from waiting import eventually
 
@@ -21,7 +22,7 @@ from node.engines.torch import Batch, Call, TorchEngine
 from node.engines.torch_loading import LoadedPolicy
 from node.policy import products
 from node.policy.errors import MalformedPolicy
-from node.policy.families import ATTENTION_FAMILIES, TINY_RECURRENT
+from node.policy.families import TINY_RECURRENT
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.models.tiny_llama import make_tokenizer
 from node.protocol.admission import Figures, judge_rows
@@ -127,7 +128,7 @@ def forced_tokens(logits: torch.Tensor, seed: bytes) -> list[int]:
 # Honest workers pass: what an engine returns is what a verifier's prefill finds.
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
+@pytest.mark.parametrize("family", families(others=pytest.mark.system))
 async def test_decoding_agrees_with_a_prefill_of_each_row_alone(family: str, tmp_path: Path) -> None:
     """Through windows and caps as well, beside the plainest of transformers' own kernels; other weights do not."""
     spec = make_spec(temperature=0.7, max_new_tokens=40)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from family_cases import IS_TIED, families
 from model_folders import SECOND_END, edit_json, make_folder
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -25,7 +25,6 @@ from coordinator.training.companion import keep_companion
 from coordinator.training.export import export_file
 from coordinator.training.initial import initial_policy
 from node.cli import main
-from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import load_policy, render_prompt, save_policy, write_policy
 from node.policy.layout import dtype_of
 from node.policy.models.tiny import MAKERS
@@ -45,10 +44,7 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        family: (family, {"tie_word_embeddings": tied})
-        for family, tied in zip(sorted(ATTENTION_FAMILIES), cycle([True, False]))
-    },
+    **{family: (family, {"tie_word_embeddings": is_tied}) for family, is_tied in IS_TIED.items()},
     "llama-untied": ("llama", {"tie_word_embeddings": False}),
     "llama3-positions": ("llama", {"rope_parameters": LLAMA3}),
     "yarn-positions": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.2}}),
@@ -87,11 +83,17 @@ def begins(folder: Path, *, dtype: str) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, "bfloat16") for case in CASES), ("llama-untied", "float32"), ("llama-untied", "float16")],
-)
-def test_a_run_that_begins_with_an_exported_policy_begins_with_its_bytes(case: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", families(pytest.mark.system, CASES))
+def test_a_run_that_begins_with_an_exported_policy_begins_with_its_bytes(case: str, tmp_path: Path) -> None:
+    assert_begins_with_its_bytes(tmp_path, case, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_so_does_one_of_another_data_type(dtype: str, tmp_path: Path) -> None:
+    assert_begins_with_its_bytes(tmp_path, "llama-untied", dtype=dtype)
+
+
+def assert_begins_with_its_bytes(tmp_path: Path, case: str, *, dtype: str) -> None:
     family, fields = CASES[case]
     path = policy_file(tmp_path / "policy.safetensors", family=family, dtype=dtype, **fields)
     export_file(path, tmp_path / "out")
@@ -108,7 +110,7 @@ def test_so_does_one_that_begins_with_a_recurrent_policy(family: str, tmp_path: 
     assert begins(tmp_path / "out", dtype="float32") == path.read_bytes()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", families(pytest.mark.system, CASES))
 def test_transformers_loads_the_policy_bit_for_bit(case: str, tmp_path: Path) -> None:
     family, fields = CASES[case]
     path = policy_file(tmp_path / "policy.safetensors", family=family, dtype="bfloat16", **fields)
@@ -133,7 +135,7 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
     return Qwen2Tokenizer(vocab=vocabulary, merges=[("t", "h"), ("th", "e")])
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
+@pytest.mark.parametrize("family", families(others=pytest.mark.system))
 def test_transformers_reads_the_tokenizer_of_the_policy_or_the_operator_is_told(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from family_cases import families
 from packed_rows import row_backward, row_logprobs
 
 from benchmarks.modelling.families import WINDOW_TOKENS, small_model
@@ -15,7 +16,6 @@ from coordinator.training.head import final_states
 from coordinator.training.lora import RECOMPUTED
 from coordinator.training.packing import ROW_TOKENS, Scored, _sequence, count_tokens, pack, rows_of_process
 from coordinator.training.repeatable import set_training
-from node.policy.families import ATTENTION_FAMILIES
 from node.policy.models.tiny_llama import make_model
 
 SAMPLES = [
@@ -67,7 +67,7 @@ def test_a_packed_sample_agrees_with_an_ordinary_forward_pass(model):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
+@pytest.mark.parametrize("family", families(others=pytest.mark.system))
 def test_every_family_trains_on_shared_prompts_as_transformers_does_on_whole_samples(family, monkeypatch):
     """Loss and every gradient, with each multiplier of a configuration, and without its dropout.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from family_cases import IS_TIED, families
 from forked import forked  # noqa: F401  (a fixture)
 from model_folders import SIZES, make_folder
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -60,8 +60,9 @@ def small_shape(folder: Path, **fields: Any) -> tuple[ModelShape, Any]:
     return read_shape(path), AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize(("family", "is_tied"), [*zip(sorted(ATTENTION_FAMILIES), cycle([True, False]))])
-def test_what_is_counted_is_what_the_model_has(tmp_path: Path, family: str, is_tied: bool) -> None:
+@pytest.mark.parametrize("family", families(others=pytest.mark.system))
+def test_what_is_counted_is_what_the_model_has(tmp_path: Path, family: str) -> None:
+    is_tied = IS_TIED[family]
     fields = telling_fields(family, layers=2) | {"tie_word_embeddings": is_tied}
     shape, model = small_shape(tmp_path, family=family, **fields)
     assert shape.runs_here

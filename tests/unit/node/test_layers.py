@@ -7,19 +7,18 @@ import os
 import random
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from family_cases import IS_TIED, families
 from torch import Tensor
 
 from benchmarks.modelling.families import small_model
 from benchmarks.modelling.policies import random_policy
 from node.errors import EngineFailed
-from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.layers import LayeredModel
 from node.policy.models.tiny_llama import make_tokenizer
@@ -96,9 +95,9 @@ def made_up_spans(hidden: int) -> list[Span]:
     return spans
 
 
-@pytest.mark.parametrize(("family", "tied"), [*zip(sorted(ATTENTION_FAMILIES), cycle([True, False]))])
-def test_layer_by_layer_every_family_computes_the_same_bits(family: str, tied: bool, tmp_path: Path) -> None:
-    path = written(tmp_path, family, tied=tied)
+@pytest.mark.parametrize("family", families(others=pytest.mark.system))
+def test_layer_by_layer_every_family_computes_the_same_bits(family: str, tmp_path: Path) -> None:
+    path = written(tmp_path, family, tied=IS_TIED[family])
     assert_same_bits(path, dtype=torch.bfloat16)
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from family_cases import families
 from model_folders import SECOND_END, edit_header, edit_json, make_folder, shard_of
 from safetensors.torch import load_file, save_file
 
 from benchmarks.modelling.families import telling_fields
 from node.policy.errors import MalformedPolicy
-from node.policy.families import ATTENTION_FAMILIES, TINY_RECURRENT
+from node.policy.families import TINY_RECURRENT
 from node.policy.folder import MAX_BYTES, check_chat_template, validate_folder
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import EOS, make_tokenizer
@@ -348,7 +349,7 @@ def test_a_chat_template_that_raises_is_refused(template: str, said: str, folder
     assert caught.value.code == "bad_chat_template"
 
 
-@pytest.mark.parametrize("family", sorted(ATTENTION_FAMILIES))
+@pytest.mark.parametrize("family", families(others=pytest.mark.system))
 def test_a_whole_folder_of_each_family_passes_with_every_end_mark(family: str, tmp_path: Path) -> None:
     """Qwen's second end mark stands in generation_config.json alone; a run without it never ends there."""
     found = validate_folder(make_folder(tmp_path / "model", family=family, **telling_fields(family, layers=2)))
