@@ -65,19 +65,24 @@ def choose(swarm: Swarm, requests: Sequence[SampleRequest], takes: Takes) -> lis
     policy, most = swarm.engine.policy, swarm.home.spec.sampling.max_new_tokens
     tokens: list[list[int]] = [[] for _ in requests]
     lost: list[list[float]] = [[] for _ in requests]
-    open_rows = list(range(len(requests)))
-    while open_rows:
-        ids = torch.tensor([[*requests[row].prompt_ids, *tokens[row]] for row in open_rows])
-        logits = policy.model(input_ids=ids, use_cache=False).logits[:, -1].float()
-        places = [len(tokens[row]) for row in open_rows]
-        noise = gumbel_noise([requests[row].seed for row in open_rows], places, vocabulary=policy.vocabulary)
-        best = (logits + torch.from_numpy(noise)).topk(2)
-        for at, row in enumerate(open_rows):
-            gap = float(best.values[at, 0] - best.values[at, 1])
+    open_rows, cache = list(range(len(requests))), None
+    ids = torch.tensor([request.prompt_ids for request in requests])
+    for place in range(most):
+        step = policy.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = step.past_key_values
+        noise = gumbel_noise(
+            [request.seed for request in requests], [place] * len(requests), vocabulary=policy.vocabulary
+        )
+        best = (step.logits[:, -1].float() + torch.from_numpy(noise)).topk(2)
+        for row in open_rows:
+            gap = float(best.values[row, 0] - best.values[row, 1])
             other = takes(gap, lost[row])
-            tokens[row].append(int(best.indices[at, int(other)]))
+            tokens[row].append(int(best.indices[row, int(other)]))
             lost[row].append(gap * other)
-        open_rows = [row for row in open_rows if tokens[row][-1] not in policy.eos_ids and len(tokens[row]) < most]
+        open_rows = [row for row in open_rows if tokens[row][-1] not in policy.eos_ids]
+        if not open_rows:
+            break
+        ids = torch.tensor([[drawn[-1]] for drawn in tokens])  # rows that have ended go on unread
     return tokens
 
 
