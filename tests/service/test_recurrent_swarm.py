@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from family_cases import families
 from swarm import running, small_spec
 
 from benchmarks.modelling.policies import random_policy
@@ -29,7 +30,7 @@ def drawn_by(engine: TorchEngine, path: Path, requests) -> list[Rollout]:
     return asyncio.run(draw())
 
 
-@pytest.mark.parametrize("name", ["finch", "eagle", "goldfinch"])
+@pytest.mark.parametrize("name", families(pytest.mark.system, ["finch", "eagle", "goldfinch"]))
 def test_an_honest_worker_is_admitted_and_one_that_forgets_its_state_is_rejected(name: str, tmp_path: Path) -> None:
     """What is read step by step and what is read at once must be one model to the verifier, and nothing else may be."""
     path = random_policy(name, tmp_path / "policy")

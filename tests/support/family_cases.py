@@ -1,4 +1,4 @@
-"""Families with attention as a test's parameters: three beside the tier's other tests, the others where a mark says."""
+"""Model families as a test's parameters: one of each kind in the test's own tier, the others where a mark says."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Final
 
 import pytest
 
-from node.policy.families import ATTENTION_FAMILIES
+from node.policy.families import ATTENTION_FAMILIES, TINY_RECURRENT
 
-KINDS: Final = ("llama", "gemma2", "glm4_moe")
-"""Attending to everything, with windows and caps, with experts: a change that breaks a family mostly breaks one of
-these."""
+KINDS: Final = ("llama", "gemma2", "glm4_moe", "goldfinch")
+"""Attending to everything, with windows and caps, with experts, a recurrence with attention behind it: a change that
+breaks a family mostly breaks one of these."""
 IS_TIED: Final = dict(zip(sorted(ATTENTION_FAMILIES), cycle([True, False])))
 """Whether a family is tested with one tensor for both embeddings: half are, since nothing of a family depends on it."""
 
 
 def families(others: pytest.MarkDecorator, names: Iterable[str] = sorted(ATTENTION_FAMILIES)) -> list[object]:
     """Return `names` as parameters; those of families that are not of `KINDS` have the mark `others`."""
-    return [
-        pytest.param(name, marks=others) if name in ATTENTION_FAMILIES and name not in KINDS else name for name in names
-    ]
+    elsewhere = {*ATTENTION_FAMILIES, *TINY_RECURRENT} - {*KINDS}
+    return [pytest.param(name, marks=others) if name in elsewhere else name for name in names]

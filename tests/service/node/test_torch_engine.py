@@ -480,7 +480,7 @@ async def test_closing_ends_what_is_under_way_and_the_engine_can_be_loaded_anew(
 # A policy that arrives in flight: a verifier prefills each segment under its own policy, and must find it.
 
 
-@pytest.mark.parametrize("family", ["qwen3", *TINY_RECURRENT])
+@pytest.mark.parametrize("family", families(pytest.mark.system, ["llama", *TINY_RECURRENT]))
 async def test_a_policy_in_flight_cuts_every_row_there_and_both_parts_verify(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
