@@ -398,6 +398,7 @@ def test_the_coordinator_says_503_while_the_store_is_away_and_uses_nothing_up(
     assert peer.send("GET", f"/v1/blobs/{swarm.home.spec.digest}").body == encode(swarm.home.spec)
 
 
+@pytest.mark.system
 def test_a_verifier_waits_for_the_store_and_blames_nobody(swarm: Swarm, store: Store, tmp_path: Path) -> None:
     peer = swarm.peer()
     lease = peer.lease()
@@ -415,6 +416,7 @@ def test_a_verifier_waits_for_the_store_and_blames_nobody(swarm: Swarm, store: S
     assert swarm.verdict(peer, reply).outcome is Outcome.ADMITTED
 
 
+@pytest.mark.system
 def test_a_store_that_sends_corrupted_bytes_for_a_while_costs_no_work(
     swarm: Swarm, store: Store, tmp_path: Path
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_relay_that_is_no_plain_web_address_is_refused(swarm: Swarm, url: str)
     assert swarm.peer().signed("POST", "/v1/relays", body).code == "bad_request"
 
 
+@pytest.mark.system
 def test_slow_loris_does_not_keep_others_out(swarm: Swarm) -> None:
     """A hundred connections that never finish their request, and half of them never their body."""
     where = urlsplit(swarm.url)

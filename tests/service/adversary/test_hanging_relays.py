@@ -18,6 +18,8 @@ from coordinator.run.relays import RelayRegistry
 from node.protocol.messages import RelayAnnouncement
 from shardcast import OriginServer
 
+pytestmark = pytest.mark.system  # waits on real clocks
+
 HANGING = 64
 
 

@@ -17,6 +17,8 @@ from shardcast import Client, DownloadLimits
 from shardcast.errors import NotServed
 from shardcast.fetch.hedging import first_accepted
 
+pytestmark = pytest.mark.system  # waits on real clocks
+
 ENOUGH_S = 40.0
 """On a busy machine; each hanging source alone would be waited for that long."""
 SOON = DownloadLimits(last_resort_s=1.0)

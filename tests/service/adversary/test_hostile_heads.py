@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -135,10 +136,13 @@ async def test_the_head_of_another_run_is_refused(scene: Scene) -> None:
 
 
 async def test_garbage_and_oversized_heads_are_refused(scene: Scene) -> None:
-    for envelope in (b"", b"VSW1", b"\0" * 300, bytes(10_000_000), head_of(scene.signed(1))[:-1]):
+    async def assert_refused(envelope: bytes) -> None:
         client = scene.client(await scene.showing(envelope), name=f"client{len(envelope)}")
         with pytest.raises((Malformed, BadSignature)):
             await client.wait_head(timeout_s=1.0)
+
+    envelopes = (b"", b"VSW1", b"\0" * 300, bytes(10_000_000), head_of(scene.signed(1))[:-1])
+    await asyncio.gather(*map(assert_refused, envelopes))
 
 
 # -- two histories

@@ -15,6 +15,8 @@ from shardcast import DownloadLimits, SourceLimits, TransportLimits
 from shardcast.errors import TooSlow
 from shardcast.fetch import fetcher as fetching
 
+pytestmark = pytest.mark.system  # waits on real clocks
+
 ENOUGH = 40.0
 """Seconds, on a busy machine; what is withheld here is never answered, or not within a minute."""
 

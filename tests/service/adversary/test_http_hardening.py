@@ -126,6 +126,7 @@ def test_slow_loris_loses_its_connection(url: str, start: bytes, piece: bytes) -
         assert drip(connection, start, piece, every=0.2) < 40
 
 
+@pytest.mark.system
 def test_a_crowd_of_slow_loris_keeps_nobody_else_out_for_long(url: str) -> None:
     sources = [f"127.0.0.{last}" for last in range(2, 5)]
     with contextlib.ExitStack() as stack:
@@ -151,6 +152,7 @@ def test_one_address_does_not_get_all_connections(patient: str) -> None:
         assert is_served(url, "127.0.0.3")
 
 
+@pytest.mark.system
 def test_half_open_connections_of_all_addresses_keep_no_newcomer_out(patient: str) -> None:
     """Each takes a minute to time out here, and costs its sender nothing: the longest waiting makes room."""
     url = patient
@@ -191,6 +193,7 @@ def test_all_addresses_together_do_not_get_more_connections_than_there_are(home:
         assert not is_served(url, "127.0.2.1")
 
 
+@pytest.mark.system
 async def test_a_reader_is_not_blamed_for_a_pause_of_the_server(home: tuple[Home, Coordinator]) -> None:
     """A machine that was suspended would otherwise end every answer under way as it wakes."""
     body = random.Random(3).randbytes(BLOB_BYTES)
@@ -234,6 +237,7 @@ def test_who_never_reads_many_short_answers_holds_nothing_for_ever(home: tuple[H
         assert until(lambda: is_served(url), seconds=60)
 
 
+@pytest.mark.system
 def test_a_slow_reader_who_goes_on_reading_gets_all(home: tuple[Home, Coordinator]) -> None:
     limits = replace(QUICK, unread_seconds=4.0)
     body = random.Random(2).randbytes(BLOB_BYTES // 4)

@@ -74,6 +74,7 @@ def registered(served: Served, *, source: str) -> Peer:
     return peer
 
 
+@pytest.mark.system
 def test_a_flood_from_one_address_is_told_when_to_come_again(served: Served) -> None:
     began = time.monotonic()
     replies = flood(served, "127.0.10.1")
@@ -165,6 +166,7 @@ def test_repeating_somebodys_requests_does_not_spend_their_share(served: Served)
     assert signed(served, peer, "/v1/leases", ASK, source="127.0.13.1").status == 200
 
 
+@pytest.mark.system
 async def test_an_honest_worker_waits_as_it_is_told(served: Served) -> None:
     """A limit must slow an honest node, and not stop it."""
     key = Ed25519PrivateKey.generate()

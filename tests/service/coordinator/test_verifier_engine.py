@@ -77,6 +77,7 @@ def claims_of(swarm: Swarm) -> int:
         return int(connection.execute(select(submissions.c.attempts)).scalar_one())
 
 
+@pytest.mark.system
 def test_work_that_takes_longer_than_a_claim_is_done_by_one_verifier(
     tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

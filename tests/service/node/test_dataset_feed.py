@@ -90,6 +90,7 @@ async def relaying(settings):
         await asyncio.wait_for(relay, SOON)
 
 
+@pytest.mark.system
 async def test_a_worker_asks_again_who_has_its_dataset(swarm, tmp_path, caplog):
     """The relays that it knew are gone, and the coordinator is away when others have come."""
     dataset = made(tmp_path / "made")

@@ -26,6 +26,8 @@ from node.joining.session import JoinSettings
 from node.relay.advice import Serving
 from node.relay.daemon import RelaySettings, run_relay
 
+pytestmark = pytest.mark.system  # starts processes, and waits on real clocks
+
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
 BAR = r"version 0 [━╸╺]+ \d+% of [\d.]+ MB  [\d.]+ \w+/s  1 source  \d+:\d\d left"
 # The last one may come when there is nothing left to ask for.

@@ -149,6 +149,7 @@ async def test_the_status_names_the_slots_under_way(swarm):
         await swarm.until(lambda: swarm.status()["tokens_per_s"] > 0)
 
 
+@pytest.mark.system
 async def test_a_slot_whose_lease_ends_is_given_up_and_the_next_goes_on(swarm, caplog):
     """The GPU must not work for a lease that somebody else has by now."""
     gate = Gate()

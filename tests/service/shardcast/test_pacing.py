@@ -161,6 +161,7 @@ async def test_two_clients_at_once_get_no_more_than_the_rate_and_heads_at_once(
         assert (row["state"], row["failures"]) == ("ok", 0)
 
 
+@pytest.mark.system
 async def test_every_chunk_that_is_begun_is_above_the_least_rate_of_its_reader(swarm: Any) -> None:
     """Four at once are asked for: a quarter of the rate for each would be too little."""
     origin, publisher = swarm.origin(chunk_bytes=256 * KIB)
@@ -180,6 +181,7 @@ async def test_every_chunk_that_is_begun_is_above_the_least_rate_of_its_reader(s
     assert 0 in failures
 
 
+@pytest.mark.system
 async def test_whose_turn_does_not_come_is_told_to_ask_again(
     swarm: Any, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +203,7 @@ async def test_whose_turn_does_not_come_is_told_to_ask_again(
     assert await asyncio.gather(*(ask(index, 10) for index in range(10))) == [200] * 10
 
 
+@pytest.mark.system
 async def test_slow_readers_do_not_use_up_the_rate(swarm: Any) -> None:
     """Whoever reads nothing of what he asked for would else keep the turn of everybody behind him."""
     size = 16 * MIB

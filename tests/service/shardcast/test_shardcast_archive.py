@@ -46,6 +46,7 @@ async def archived(
     return url, server
 
 
+@pytest.mark.system
 async def test_every_old_version_can_be_fetched(swarm: Any) -> None:
     url, _ = await archived(swarm)
     for version in (13, 1, 7, 11, 5, 0, 9):
@@ -56,6 +57,7 @@ async def test_every_old_version_can_be_fetched(swarm: Any) -> None:
         assert client.fetched.bytes_in < 1.1 * SIZE, "one whole version, and deltas"
 
 
+@pytest.mark.system
 async def test_the_version_that_is_furthest_from_a_whole_one_can_be_fetched(swarm: Any) -> None:
     """Each of the 31 versions between has two deltas: looking at all ways would take more requests than are allowed."""
     url, _ = await archived(swarm, last=33, staying={0, 32, 33}, fold_every=8)
@@ -90,6 +92,7 @@ async def silent(exchange: HostileExchange) -> None:
     await (hang(exchange) if is_missing else exchange.honest())
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("act", [invented, silent])
 async def test_a_relay_that_lies_or_hangs_about_archived_chunks_does_not_hide_the_way(
     swarm: Any, monkeypatch: pytest.MonkeyPatch, act: Any

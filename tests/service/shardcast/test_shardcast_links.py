@@ -99,6 +99,7 @@ async def chunk(transport: Transport, url: str, *, size: int = len(BODY)) -> byt
     return bytes(into)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "patience",
     [
