@@ -46,13 +46,13 @@ from shardcast.errors import LocalFault
 RUN_TOML = """
 name = "t"  # a run
 [sampling]
-max_new_tokens = 24
+max_new_tokens = 8
 
 [[environments]]
 name = "arithmetic"  # sums
 weight = 3
 [environments.length]
-targets = [2, 20]
+targets = [2, 6]
 penalty = 0.02
 form = "short"
 
