@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import random
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +28,8 @@ from coordinator.calibration.fit import (
     single_value_limits,
 )
 from coordinator.calibration.measure import measure
+from coordinator.calibration.recorded import choose
+from coordinator.calibration.recording import ReadRecording, Recording, describe_machine, make_recording
 from coordinator.calibration.result import CalibrationResult, CheatOutcome, outcome
 from coordinator.calibration.sketch_step import find_step
 from coordinator.calibration.slots import SyntheticSlots
@@ -70,7 +74,8 @@ class CalibrationSettings:
 
     `engines` are those of workers, `verifier` is that of the run's verifiers; each is made by
     `node.commands.engine_options`, with `device`, `threads` and the settings `vllm`. `cheats` names those that are
-    tried, None all. `datasets` are the files of the run's datasets, by digest.
+    tried, None all. `datasets` are the files of the run's datasets, by digest. `recordings` are of other machines, as
+    far as they are within the limits; `accepted` likewise, even if not (`coordinator.calibration.recorded`).
     """
 
     engines: Sequence[str] = ("torch",)
@@ -84,6 +89,8 @@ class CalibrationSettings:
     cheats: Collection[str] | None = None
     false_rejections: float | None = None
     datasets: Mapping[str, Path] = field(default_factory=lambda: NO_DATASETS)
+    recordings: Sequence[ReadRecording] = ()
+    accepted: Sequence[ReadRecording] = ()
 
     @property
     def shared_vllm(self) -> Mapping[str, Any]:
@@ -96,9 +103,17 @@ class CalibrationSettings:
 
 async def calibrate(spec: RunSpec, settings: CalibrationSettings) -> CalibrationResult:
     """Find the limits of `spec`. Raises BadConfiguration, and what engines and policies raise."""
-    torch.set_num_threads(settings.threads or 1)
-    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
-        return await _Calibration(spec, settings, Path(folder)).run()
+    async with _Calibration(spec, settings).ready() as calibration:
+        return await calibration.fit()
+
+
+async def record(spec: RunSpec, settings: CalibrationSettings) -> Recording:
+    """Draw honest work with the proofs of `spec` as they are, and return how far it deviates on this machine.
+
+    Raises as `calibrate`, which tries its cheats and fits its limits elsewhere.
+    """
+    async with _Calibration(spec, settings).ready() as calibration:
+        return await calibration.record()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,49 +130,85 @@ class _MeasuredWork:
 
 
 class _Calibration:
-    def __init__(self, spec: RunSpec, settings: CalibrationSettings, folder: Path) -> None:
+    def __init__(self, spec: RunSpec, settings: CalibrationSettings) -> None:
         self._spec = spec
         self._settings = settings
-        self._folder = folder
 
-    async def run(self) -> CalibrationResult:
+    @contextlib.asynccontextmanager
+    async def ready(self) -> AsyncIterator[_Calibration]:
+        """Prepare policy, slots, workers and the verifier's prefill within the context."""
         settings = self._settings
+        torch.set_num_threads(settings.threads or 1)
         if settings.cheat_groups:  # the best-of-eight cheat needs rewards; fail early
             check_rewards(load_environments(self._spec, settings.datasets))
         options = {"device": settings.device, "threads": settings.threads, **settings.shared_vllm}
-        make = prefills_maker(settings.verifier, state=self._folder / "verifier", **options)
-        self._path = await asyncio.to_thread(_policy_file, self._spec, settings.policy, self._folder)
-        blueprint = await asyncio.to_thread(inspect_policy, self._path)
-        recurrent = blueprint.config.model_type in RECURRENT
-        if recurrent and "vllm" in (*settings.engines, settings.verifier):
-            raise BadConfiguration(
-                "vLLM has no models for recurrent policies: calibrate with --engine torch and --verifier torch"
-            )
-        self._slots = SyntheticSlots(self._spec, blueprint, datasets=settings.datasets)
-        self._workers = make_workers(settings.engines, recurrent=recurrent, **options)
-        prefills = make_prefills(self._spec, make)
-        try:
-            self._prefill = await prefills.prefill(self._path, version=0)
-            return await self._fit()
-        finally:
-            await prefills.close()
+        with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
+            self._folder = Path(folder)
+            make = prefills_maker(settings.verifier, state=self._folder / "verifier", **options)
+            self._path = await asyncio.to_thread(_policy_file, self._spec, settings.policy, self._folder)
+            blueprint = await asyncio.to_thread(inspect_policy, self._path)
+            recurrent = blueprint.config.model_type in RECURRENT
+            if recurrent and "vllm" in (*settings.engines, settings.verifier):
+                raise BadConfiguration(
+                    "vLLM has no models for recurrent policies: calibrate with --engine torch and --verifier torch"
+                )
+            self._digest = measure_body(self._path)[0]
+            for one in (*settings.recordings, *settings.accepted):
+                if one.recording.policy != self._digest:
+                    raise BadConfiguration(
+                        f"the recording of node {one.node} was made with the policy {one.recording.policy}, and this "
+                        f"one is {self._digest}: give everybody one file (--policy)"
+                    )
+            self._slots = SyntheticSlots(self._spec, blueprint, datasets=settings.datasets)
+            self._workers = make_workers(settings.engines, recurrent=recurrent, **options)
+            prefills = make_prefills(self._spec, make)
+            try:
+                self._prefill = await prefills.prefill(self._path, version=0)
+                yield self
+            finally:
+                await prefills.close()
 
-    async def _fit(self) -> CalibrationResult:
-        if self._spec.proofs.has_sketch:
+    async def record(self) -> Recording:
+        """Draw and measure honest work; `ready` has to be entered."""
+        settings = self._settings
+        honest = {worker.name: (await self._honest(worker)).measured for worker in self._workers}
+        self._check_finite(list(honest.values()))
+        device, vllm = find_device(settings.device), "vllm" in (*settings.engines, settings.verifier)
+        threads = settings.threads or (os.cpu_count() or 1 if vllm else 1)
+        machine = describe_machine(self._spec, device, threads=threads, vllm=vllm)
+        return make_recording(self._spec, honest, policy=self._digest, verifier=settings.verifier, machine=machine)
+
+    async def fit(self) -> CalibrationResult:
+        """Fit limits and try cheats against them; `ready` has to be entered."""
+        settings = self._settings
+        # Whoever recorded did so with the run's step.
+        if self._spec.proofs.has_sketch and not (settings.recordings or settings.accepted):
             hidden = self._prefill.blueprint.hidden
             self._spec = await find_step(self._spec, self._farthest_distances, hidden=hidden)
+        if self._has_experts and settings.groups < ROUTED_GROUPS:
+            log.warning(
+                "a policy with experts deviates seldom and far, of which %d groups show little: take %d (--groups)",
+                settings.groups,
+                ROUTED_GROUPS,
+            )
         honest = {worker.name: await self._honest(worker) for worker in self._workers}
-        self._spec = self._with_limits([work.measured for work in honest.values()])
+        own = [work.measured for work in honest.values()]
+        self._check_finite(own)
+        taken, recorded = choose(
+            own, settings.recordings, settings.accepted, fit=self._limits, proofs=self._spec.proofs
+        )
+        self._spec = msgspec.structs.replace(self._spec, limits=self._limits(taken))
         held_out = {name: work.held_out for name, work in honest.items()}
         cheats = await self._cheats()
         return CalibrationResult(
             spec=self._spec,
             swarmproof=metadata.version("swarmproof"),
-            policy=measure_body(self._path)[0],
-            verifier=self._settings.verifier,
-            groups=self._settings.groups,
-            largest=_largest([work.measured for work in honest.values()], self._spec.limits),
+            policy=self._digest,
+            verifier=settings.verifier,
+            groups=settings.groups,
+            largest=_largest(taken, self._spec.limits),
             honest=[await self._outcome(name, work) for name, work in held_out.items()],
+            recorded=recorded,
             cheats=[await self._outcome(name, work) for name, work in cheats.items()],
             measured={name: work.measured for name, work in {**held_out, **cheats}.items()},
         )
@@ -183,30 +234,28 @@ class _Calibration:
         measured = await asyncio.to_thread(measure, self._prefill, drawn, replies, spec=spec, at_once=size)
         return _MeasuredWork(drawn, measured)
 
-    def _with_limits(self, honest: Sequence[Sequence[Group]]) -> RunSpec:
-        """Fit levels to every other group, and single-value limits to all."""
-        own = self._spec.limits
-        largest = _largest(honest, own)
-        if max(largest.values()) >= NOT_FINITE:
+    def _check_finite(self, honest: Sequence[Sequence[Group]]) -> None:
+        if max(_largest(honest, self._spec.limits).values()) >= NOT_FINITE:
             raise BadConfiguration("honest work has non-finite numbers: the policy overflows in its dtype")
+
+    def _limits(self, honest: Sequence[Sequence[Group]]) -> LimitsSpec:
+        """Fit levels to every other group of each worker, and single-value limits to all."""
+        own = self._spec.limits
         accepted = self._settings.false_rejections
         chance = own.false_rejections if accepted is None else accepted
         parts = len(IN_FLIGHT)
-        family = ATTENTION_FAMILIES.get(self._prefill.blueprint.config.model_type)
-        headroom = ROUTED_HEADROOM if family and family.experts else 1.0
-        if headroom > 1 and self._settings.groups < ROUTED_GROUPS:
-            log.warning(
-                "a policy with experts deviates seldom and far, of which %d groups show little: take %d (--groups)",
-                self._settings.groups,
-                ROUTED_GROUPS,
-            )
+        headroom = ROUTED_HEADROOM if self._has_experts else 1.0
         found = fit_limits(*honest, false_rejections=chance, parts=parts, headroom=headroom)
         half = (groups[::2] for groups in honest)
         levels = fit(*half, false_rejections=chance, parts=parts, headroom=headroom)
         found = rounded(msgspec.structs.replace(found, honest=levels))
         changes = {name: getattr(found, name) for name in single_value_limits(self._spec.proofs)}
-        limits = msgspec.structs.replace(own, honest=found.honest, false_rejections=chance, **changes)
-        return msgspec.structs.replace(self._spec, limits=limits)
+        return msgspec.structs.replace(own, honest=found.honest, false_rejections=chance, **changes)
+
+    @property
+    def _has_experts(self) -> bool:
+        family = ATTENTION_FAMILIES.get(self._prefill.blueprint.config.model_type)
+        return family is not None and bool(family.experts)
 
     async def _cheats(self) -> dict[str, _MeasuredWork]:
         if not self._settings.cheat_groups:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from coordinator.calibration.fit import Group, single_value_limits
+from coordinator.calibration.recording import MachineInfo
 from coordinator.calibration.trial import TrialCounts, try_groups
 from node.protocol.admission import Finding
 from node.protocol.evidence import add, evidences
@@ -39,6 +40,11 @@ class CheatOutcome:
     def rejected_groups(self) -> int:
         """Groups rejected regardless of the node's history, second looks included."""
         return self.caught.rejected_groups + len(self.second_looks)
+
+    @property
+    def would_be_stopped(self) -> bool:
+        """Whether a group is rejected, or the node for its drift."""
+        return bool(self.rejected_groups or self.caught.drifted_groups)
 
     @property
     def by(self) -> Counter[str]:
@@ -83,12 +89,42 @@ def outcome(name: str, groups: Sequence[Group], limits: LimitsSpec, *, second_lo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedOutcome:
+    """One worker of another machine's recording, `judged` by limits that are fitted without it.
+
+    `widened` is the limit of single values that it would widen most, `ratio` by how much; `accepted` says whether the
+    operator named it, `fitted` whether the run's limits are fitted to it.
+    """
+
+    node: str
+    machine: MachineInfo
+    judged: CheatOutcome
+    widened: str
+    ratio: float
+    accepted: bool = False
+    fitted: bool = False
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        return {
+            **self.judged.figures(),
+            "node": self.node,
+            "machine": msgspec.to_builtins(self.machine),
+            "widened": self.widened,
+            "ratio": self.ratio,
+            "accepted": self.accepted,
+            "fitted": self.fitted,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationResult:
     """A finished calibration: `spec` is the run with its new limits, `policy` the digest of the policy's file.
 
     `verifier` is the engine that measured.
     `largest` holds the largest honest values behind single-value limits. `honest` are outcomes of groups that no level
-    was fitted to; `measured` has every group behind `honest` and `cheats`, by name.
+    was fitted to; `measured` has every group behind `honest` and `cheats`, by name. `recorded` are the recordings of
+    other machines, whose groups count in `largest` where limits were fitted to them.
     """
 
     spec: RunSpec
@@ -98,6 +134,7 @@ class CalibrationResult:
     groups: int
     largest: Mapping[str, float]
     honest: Sequence[CheatOutcome]
+    recorded: Sequence[RecordedOutcome]
     cheats: Sequence[CheatOutcome]
     measured: Mapping[str, Sequence[Group]]
 
@@ -105,11 +142,16 @@ class CalibrationResult:
     def remarks(self) -> list[str]:
         """Comment lines on the levels' origin; without a date, so that equal results give equal files."""
         workers = " and ".join(one.name for one in self.honest)
+        others = [
+            f"{one.judged.caught.groups} by {one.node[:16]} ({one.judged.name}, {one.machine.device})"
+            for one in self.recorded
+            if one.fitted
+        ]
+        drawn = f"{self.groups} groups of {self.spec.sampling.group_size} of each honest worker ({workers})"
         return textwrap.wrap(
-            f"CalibrationResult by `swarmproof calibrate` {self.swarmproof} from {self.groups} groups of "
-            f"{self.spec.sampling.group_size} of each honest worker ({workers}), every other one fitted, measured with "
-            f"{self.verifier} under the policy {self.policy}. Find them anew when the model, its dtype, the proofs or "
-            "the engines change.",
+            f"CalibrationResult by `swarmproof calibrate` {self.swarmproof} from {' and of '.join([drawn, *others])}, "
+            f"every other one fitted, measured with {self.verifier} under the policy {self.policy}. Find them anew "
+            "when the model, its dtype, the proofs or the engines change.",
             width=110,
         )
 
@@ -123,7 +165,8 @@ class CalibrationResult:
             for name in single_value_limits(self.spec.proofs)
             if getattr(limits, name) > getattr(defaults, name)
         ]
-        if self.verifier != "torch" and not any(one.name.startswith("torch") for one in self.honest):
+        fitted = [*self.honest, *(one.judged for one in self.recorded if one.fitted)]
+        if self.verifier != "torch" and not any(one.name.startswith("torch") for one in fitted):
             warnings.append(
                 "No level was fitted to torch's kernels: honest workers with torch would be rejected, audits with it "
                 "would disagree, and cheats, which torch draws, are caught for it as well. Add --engine torch."
@@ -138,6 +181,12 @@ class CalibrationResult:
                 warnings.append(
                     f"An honest worker ({one.name}) would be stopped for its drift: calibrate with more --groups."
                 )
+        left_out = {one.node: one.machine.device for one in self.recorded if not one.fitted}
+        warnings += [
+            f"The recording of {node[:16]} ({device}) is left out: limits that are fitted without it would reject such "
+            "work, or be less than half as wide. If you know the machine, name the file with --accept."
+            for node, device in left_out.items()
+        ]
         return warnings
 
     def render_json(self, *, out: str) -> str:
@@ -157,6 +206,7 @@ class CalibrationResult:
                 "limits": msgspec.to_builtins(spec.limits),
                 "largest": dict(self.largest),
                 "honest": [one.figures() for one in self.honest],
+                "recorded": [one.figures() for one in self.recorded],
                 "cheats": [one.figures() for one in self.cheats],
                 "warnings": self.warnings,
             }

@@ -27,6 +27,8 @@ def show(found: CalibrationResult, console: Console, *, written: Sequence[Path])
 def render(found: CalibrationResult, *, written: Sequence[Path]) -> RenderableType:
     """Render the page."""
     parts: list[RenderableType] = [_alone(found), _levels(found), _honest(found)]
+    if found.recorded:
+        parts.append(_recorded(found))
     if found.cheats:
         parts.append(_cheats(found))
     parts += [Text(f"! {line}", "yellow") for line in found.warnings]
@@ -92,6 +94,34 @@ def _honest(found: CalibrationResult) -> Table:
             drifted,
             f"{one.rollout_evidence:.1f}",
             f"{one.group_evidence:.1f}",
+        )
+    return table
+
+
+def _recorded(found: CalibrationResult) -> Table:
+    """Show other machines; cells are texts, since strangers chose these words."""
+    table = _table(
+        "Recordings of other machines, judged by limits that are fitted without them",
+        "node",
+        "rejected",
+        "drifted",
+        "most of a group",
+        "widens",
+        "fitted",
+    )
+    table.add_column("machine", ratio=1)
+    for one in found.recorded:
+        judged, machine = one.judged, one.machine
+        threads = f"{machine.threads} thread{'s' * (machine.threads > 1)}"
+        fitted = "accepted" if one.accepted else "yes" if one.fitted else "no"
+        table.add_row(
+            Text(one.node[:16]),
+            f"{judged.rejected_groups:,} of {judged.caught.groups:,}",
+            f"{judged.caught.drifted_groups:,}",
+            f"{judged.group_evidence:.1f}",
+            f"{one.widened} x {one.ratio:.2g}" if one.ratio > 1 else "nothing",
+            Text(fitted, "bold red" if judged.would_be_stopped else "green"),
+            Text(f"{judged.name}: {machine.device}, {machine.instructions}, {threads}, torch {machine.torch}"),
         )
     return table
 

@@ -139,6 +139,10 @@ HINTS: Final[dict[str, str]] = {
     "history_lost": "Bring the newest database back; `swarmproof check --data RUN` compares it. To go on from an older "
     "one all the same, see 'A database that is older than its log' in docs/operating.md (`check --accept-rollback`).",
     "store_away": "See that the object store runs and can be reached from here, then start again.",
+    "other_rules": "Give whoever records the run.toml that you calibrate, and the same --policy; then record again.",
+    "other_verifier": "Give --verifier here and there alike, as the run's verifiers have it.",
+    "calibrate:peer_fault": "Nothing of the file was used; ask for another one, or leave it out.",
+    "calibrate:bad_signature": "Nothing of the file was used; ask for another one, or leave it out.",
     "bad_backup": "Take another backup, and leave this one as it is; nothing here was changed.",
     "bad_checkpoint": "Move the named checkpoint away: the trainer goes on from the one before it, and trains the "
     "logged batches since then again.",

@@ -145,6 +145,34 @@ def test_a_recurrent_policys_memory_and_what_it_sees_are_tampered_with(tmp_path)
     assert "fp8 cache" not in rejected
 
 
+def test_a_volunteers_recording_has_no_tokens_and_is_fitted_to_where_it_is_accepted(done, tmp_path):
+    folder, _ = done
+    run, file = folder / "run.calibrated.toml", tmp_path / "one.recording"
+
+    def invoke(*options):
+        return CliRunner().invoke(command.calibrate, ["--run", str(run), "--groups", "12", *options])
+
+    written = invoke("--record", str(file), "--key", str(tmp_path / "node.key"), "--json")
+    node = json.loads(written.stdout)["node"]
+    # Of 2 x 12 groups of 2 completions of at most 12 tokens: their deviations, and nothing else.
+    assert file.stat().st_size < 24_000
+    fitted = invoke("--accept", str(file), "--cheat-groups", "0", "--out", str(tmp_path / "run.toml"), "--json")
+    recorded = json.loads(fitted.stdout)["recorded"]
+    assert [(one["node"], one["name"], one["fitted"]) for one in recorded] == [
+        (node, "torch sdpa", True),
+        (node, "torch eager", True),
+    ]
+    assert recorded[0]["machine"]["threads"] == 1
+    text = (tmp_path / "run.toml").read_text()
+    assert f"12 by {node[:16]} (torch sdpa" in text.replace("\n# ", " ")
+    # Recorded with the run's step, which therefore stays.
+    assert parse_run_toml(text).proofs == parse_run_toml(run.read_text()).proofs
+
+    file.write_bytes(file.read_bytes()[:-1])
+    refused = invoke("--from", str(file))
+    assert str(refused.exception).startswith(f"{file} is no recording for this run: ")
+
+
 @pytest.mark.vllm
 def test_an_engine_that_has_no_such_model_is_named(tmp_path):
     with pytest.raises(BadConfiguration, match="vLLM has no models for recurrent policies"):

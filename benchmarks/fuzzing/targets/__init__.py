@@ -28,6 +28,7 @@ AREAS = (
     "door",
     "replies",
     "graders",
+    "recording",
 )
 
 
