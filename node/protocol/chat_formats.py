@@ -10,26 +10,40 @@ from typing import Final
 
 from node.protocol.chat import AssistantForms, CallFormat, ChatFormat, Opening, Openings, Pieces, ResultFormat, ToolList
 
-_TOLD: Final = "These functions can be called:\n"
-_HOW: Final = '\nTo call one, write <tool_call>{"name": "its name", "arguments": {}}</tool_call> and end your turn.'
 _RESULT: Final = "tool_response"
-_CALL: Final = CallFormat(
-    call=('<tool_call>{"name": "', "name", '", "arguments": ', "arguments", "}</tool_call>"), between="\n"
+_PLAIN_TOLD: Final = "These functions can be called:\n"
+_PLAIN_HOW: Final = (
+    '\nTo call one, write <tool_call>{"name": "its name", "arguments": {}}</tool_call> and end your turn.'
+)
+# Word for word what the templates of Qwen2.5 and Qwen3 tell.
+_QWEN_TOLD: Final = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function "
+    "signatures within <tools></tools> XML tags:\n<tools>\n"
+)
+_QWEN_HOW: Final = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
 
 
-def _with_tools(system: str, user: str, assistant: str, end: str, *, content: str) -> ChatFormat:
-    """Build a format whose tools are told in the system message, called in marks, and answered as a user."""
+def _with_tools(
+    system: str, user: str, assistant: str, end: str, *, content: str, told: str, how: str, line: str, tools: ToolList
+) -> ChatFormat:
+    """Build a format whose tools are told in the system message, called in marks, and answered as a user.
+
+    `told` and `how` stand around the list of tools, `line` around the JSON of a call, in its marks.
+    """
     called: Pieces = (assistant, "calls", end)
     said: Pieces = (assistant, content, end)
     both: Pieces = (assistant, content, "\n", "calls", end)
-    answer, answer_end = f"{user}<{_RESULT}>\n", f"\n</{_RESULT}>{end}"
+    result, result_end = f"<{_RESULT}>\n", f"\n</{_RESULT}>"
     return ChatFormat(
         openings=Openings(
             plain=Opening(head=("",)),
             system=Opening(head=(system, "system", end)),
-            tools=Opening(head=(system + _TOLD, "tools", _HOW + end)),
-            both=Opening(head=(system, "system", f"\n\n{_TOLD}", "tools", _HOW + end)),
+            tools=Opening(head=(system + told, "tools", how + end)),
+            both=Opening(head=(system, "system", f"\n\n{told}", "tools", how + end)),
         ),
         user=(user, "content", end),
         # Reasoning that is given apart is left out.
@@ -39,9 +53,17 @@ def _with_tools(system: str, user: str, assistant: str, end: str, *, content: st
         late=AssistantForms(called=called, both=both, thought_called=called, thought_both=both),
         generation=assistant.rstrip(" "),
         after_turn=end.removeprefix("<|im_end|>"),
-        calls=_CALL,
-        results=ResultFormat(first=(answer, "content", ""), next=(answer_end + answer, "content", ""), end=answer_end),
-        tools=ToolList(subject="function", sort_keys=True),
+        calls=CallFormat(
+            call=(f'<tool_call>{line}{{"name": "', "name", '", "arguments": ', "arguments", f"}}{line}</tool_call>"),
+            between="\n",
+        ),
+        # Results that follow each other are one message.
+        results=ResultFormat(
+            first=(user + result, "content", ""),
+            next=(f"{result_end}\n{result}", "content", ""),
+            end=result_end + end,
+        ),
+        tools=tools,
         marks=(f"</{_RESULT}>", f"<{_RESULT}>", *(("<|im_end|>", "<|im_start|>") if "<|im_end|>" in end else ())),
         special_tokens=True,
     )
@@ -67,8 +89,26 @@ def _llama3() -> ChatFormat:
     )
 
 
-PLAIN: Final = _with_tools("System: ", "User: ", "Assistant: ", "\n\n", content="content:strip")
+PLAIN: Final = _with_tools(
+    "System: ",
+    "User: ",
+    "Assistant: ",
+    "\n\n",
+    content="content:strip",
+    told=_PLAIN_TOLD,
+    how=_PLAIN_HOW,
+    line="",
+    tools=ToolList(subject="function", sort_keys=True),
+)
 CHATML: Final = _with_tools(
-    "<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n", content="content"
+    "<|im_start|>system\n",
+    "<|im_start|>user\n",
+    "<|im_start|>assistant\n",
+    "<|im_end|>\n",
+    content="content",
+    told=_QWEN_TOLD,
+    how=_QWEN_HOW,
+    line="\n",
+    tools=ToolList(),
 )
 CHAT_FORMATS: Final = {"plain": PLAIN, "chatml": CHATML, "llama3": _llama3()}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+from itertools import pairwise
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+from locations import ROOT
 
 from node.chat.conversation import MAX_CALLS, MAX_MESSAGES
 from node.chat.errors import ChatError, NotText, Unrenderable
 from node.chat.pieces import length_before
 from node.chat.render import break_marks, render, render_reply
-from node.chat.samples import sample
+from node.chat.samples import conversations, sample
 from node.chat.turns import reads_calls, turn_of
 from node.protocol.chat import ChatFormat
 from node.protocol.chat_formats import CHAT_FORMATS, CHATML, PLAIN
@@ -56,10 +58,28 @@ def test_tools_are_told_in_the_system_message_and_answered_as_the_user():
     described = '{"description": "Adds.", "name": "add", "parameters": {"type": "object"}}'
     assert text.startswith(f"System: Be brief.\n\nThese functions can be called:\n{described}\nTo call one, write ")
     alone, opening = render(ASKED[1:2], CHATML, tools=[TOOL])
-    assert alone.startswith("<|im_start|>system\nThese functions can be called:")
+    assert alone.startswith("<|im_start|>system\n# Tools\n\n")
     assert alone[opening:].startswith("1+1")
     answer = render_reply([{"role": "tool", "content": "4", "tool_call_id": "call_0_0"}], CHATML)
     assert answer == "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_chatml_with_tools_is_what_qwens_own_template_writes():
+    """A model of Qwen's calls tools as it was taught to, and loses itself where they are told in other words."""
+    published = json.loads((ROOT / "tests" / "support" / "chat_templates" / "published.json").read_text())
+    qwen = msgspec.json.decode(published["models"]["qwen3"]["format"], type=ChatFormat)
+    seen = {"tools": 0, "calls": 0, "results that follow each other": 0}
+    for messages, tools, text in conversations(qwen, 300, seed=5):
+        if "think>" in str(messages) or any(message.get("reasoning_content") for message in messages):
+            continue  # which Qwen3's template moves, and no other of Qwen's
+        assert render(messages, CHATML, tools=tools)[0] == text
+        roles = [message["role"] for message in messages]
+        seen["tools"] += bool(tools)
+        seen["calls"] += any(message.get("tool_calls") for message in messages)
+        seen["results that follow each other"] += ("tool", "tool") in pairwise(roles)
+    assert min(seen.values()) >= 10, seen
+    results = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
+    assert render_reply(results, CHATML) == render_reply(results, qwen)
 
 
 def test_calls_in_a_prompt_may_have_arguments_as_an_object_or_as_json():
@@ -73,7 +93,8 @@ def test_calls_in_a_prompt_may_have_arguments_as_an_object_or_as_json():
 
     text, _ = render(asked({"a": [1, 1]}), CHATML)
     assert (
-        '<|im_start|>assistant\n<tool_call>{"name": "add", "arguments": {"a": [1, 1]}}</tool_call><|im_end|>\n' in text
+        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": [1, 1]}}\n</tool_call><|im_end|>\n'
+        in text
     )
     assert render(asked('{"a": [1, 1]}'), CHATML)[0] == text
     for wrong in ("no JSON", "[1]", 7, "[" * 100_000):
