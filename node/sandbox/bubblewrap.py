@@ -47,7 +47,6 @@ CPU_SECONDS = 4
 _LIMITS: Final = (
     (resource.RLIMIT_AS, 256 * 1024 * 1024),
     (resource.RLIMIT_STACK, 8 * 1024 * 1024),
-    (resource.RLIMIT_CPU, CPU_SECONDS),
     (resource.RLIMIT_NOFILE, 16),
     (resource.RLIMIT_FSIZE, 0),
     (resource.RLIMIT_NPROC, 0),
@@ -55,7 +54,7 @@ _LIMITS: Final = (
     (resource.RLIMIT_MEMLOCK, 0),
     (resource.RLIMIT_MSGQUEUE, 0),
 )
-"""Set from outside before the program starts: inside, the filter forbids setting limits."""
+"""Set from outside before the program starts, with that of processor time: the filter forbids setting limits."""
 
 _MAX_COMPLAINT_BYTES = 500
 _MIN_CPU_LIMIT_SHARE = 0.5
@@ -68,9 +67,10 @@ _SELF_TEST = b"expression 1000 5\nx * 3i 14\n", b"i 42\n"
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """`wall_seconds` is far above the CPU limit, so that a busy machine need not fail."""
+    """`wall_seconds` is far above `cpu_seconds`, so that a busy machine need not fail."""
 
     wall_seconds: float = 30.0
+    cpu_seconds: int = CPU_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,8 @@ class Sandbox:
         deadline = time.monotonic() + self._limits.wall_seconds
         with contextlib.ExitStack() as files:
             try:
-                return _judge(_Process(request, files), deadline=deadline, max_bytes=max_bytes)
+                process = _Process(request, files, cpu_limit=self._limits.cpu_seconds)
+                return _judge(process, deadline=deadline, max_bytes=max_bytes)
             except (OSError, subprocess.SubprocessError) as error:
                 raise SandboxFailed(f"program cannot be run: {error}") from error
 
@@ -128,13 +129,14 @@ class Sandbox:
 class _Process:
     """A bubblewrap process and its pipes; closing `files` also kills whatever still runs."""
 
-    def __init__(self, request: bytes, files: contextlib.ExitStack) -> None:
+    def __init__(self, request: bytes, files: contextlib.ExitStack, *, cpu_limit: int) -> None:
         # An empty or relative entry would mean the working folder, which is untrusted.
         folders = filter(os.path.isabs, os.get_exec_path())
         bubblewrap = shutil.which("bwrap", path=os.pathsep.join(folders))
         if bubblewrap is None:
             raise SandboxFailed(f"bubblewrap is missing; {INSTALL}", code="sandbox_missing")
         self._files = files
+        self.cpu_limit = cpu_limit
         self.answers, answers_in = self._pipe()
         self._info_pipe, told_in = self._pipe()
         wait_for, self._start_pipe = self._pipe()
@@ -178,7 +180,7 @@ class _Process:
         with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it has ended already
             self._child = self._close_later(os.pidfd_open(child))
             self._files.callback(self.end)  # must run before the descriptor is closed
-            for limit, value in _LIMITS:
+            for limit, value in (*_LIMITS, (resource.RLIMIT_CPU, self.cpu_limit)):
                 resource.prlimit(child, limit, (value, value))
             os.write(self._start_pipe, b"\n")
 
@@ -231,7 +233,7 @@ def _judge(process: _Process, *, deadline: float, max_bytes: int) -> ProgramResu
     if status < 0:
         raise SandboxFailed(f"bubblewrap was killed by signal {-status}")
     killed = status - seccomp.LEAST_SIGNAL_STATUS == signal.SIGKILL
-    if killed and process.cpu_seconds < CPU_SECONDS * _MIN_CPU_LIMIT_SHARE:
+    if killed and process.cpu_seconds < process.cpu_limit * _MIN_CPU_LIMIT_SHARE:
         # A program cannot kill itself so; mostly it is the kernel, out of memory.
         raise SandboxFailed("program was killed from outside, probably for lack of memory", code="sandbox_doubt")
     return ProgramResult(answers=answers, complete=status == 0, cpu_seconds=process.cpu_seconds)

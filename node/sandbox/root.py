@@ -16,6 +16,7 @@ from node.sandbox.errors import SandboxFailed
 
 PYTHON_VERSION: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
 _HARNESS = Path(__file__).with_name("harness.py")
+_SESSION = Path(__file__).with_name("session.py")
 _PACKAGES = ("site-packages", "dist-packages")
 _LIBRARY = re.compile(r"\s*(?:(?P<name>\S+) => )?(?P<path>/\S+) \(0x[0-9a-f]+\)")
 LOADER_SECONDS = 30.0
@@ -23,7 +24,12 @@ LOADER_SECONDS = 30.0
 COMMAND: Final = (f"/python/bin/python{PYTHON_VERSION}", "-P", "-s", "-S", "-B", "-X", "utf8", "/harness.py")
 """-S: no packages. -P and -s: no module from the folder or the user's home. -I would ignore PYTHONHASHSEED too."""
 
-ENVIRONMENT: Final = {"PYTHONHASHSEED": "0", "LD_LIBRARY_PATH": "/lib"}
+ENVIRONMENT: Final = {
+    "PYTHONHASHSEED": "0",
+    "LD_LIBRARY_PATH": "/lib",
+    # glibc's sin, exp, log and pow have a last digit of their own on processors with fused multiply-add.
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-FMA,-FMA4,-FMA_Usable,-FMA4_Usable",
+}
 
 
 @cache
@@ -40,6 +46,7 @@ def mounts() -> tuple[str, ...]:
             arguments += ["--tmpfs", f"{inside}/{packages}", "--remount-ro", f"{inside}/{packages}"]
     for name, path in _shared_libraries(interpreter):
         arguments += ["--ro-bind", path, name if name.startswith("/") else f"/lib/{name}"]
+    arguments += ["--ro-bind", str(_SESSION), f"/{_SESSION.name}"]
     arguments += ["--ro-bind", str(_HARNESS), COMMAND[-1], "--dev-bind", "/dev/null", "/dev/null"]
     return (*arguments, "--remount-ro", "/")
 

@@ -27,7 +27,12 @@ needs_sandbox = pytest.mark.skipif(bool(why_not()), reason=why_not() or "the san
 
 def impatient(monkeypatch: pytest.MonkeyPatch, *, wall_seconds: float) -> None:
     """Let the environment's sandboxes end after so long."""
-    monkeypatch.setattr(code, "Sandbox", lambda: Sandbox(SandboxLimits(wall_seconds=wall_seconds)))
+    limited(monkeypatch, SandboxLimits(wall_seconds=wall_seconds))
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, limits: SandboxLimits) -> None:
+    """Give the environment's sandboxes these limits."""
+    monkeypatch.setattr(code, "Sandbox", lambda: Sandbox(limits))
 
 
 def functions(steps: int = 2) -> Code:

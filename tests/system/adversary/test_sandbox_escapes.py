@@ -7,7 +7,6 @@ gives the right answer only if it did not: then a reward of 1 shows that it ran,
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -18,9 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 from locations import ROOT
-from sandboxing import expressions, functions, impatient, needs_sandbox
+from sandboxing import expressions, functions, impatient, limited, needs_sandbox
 
-from node.sandbox import SandboxFailed, SandboxLimits, bubblewrap
+from node.sandbox import SandboxFailed, SandboxLimits
+from node.sandbox.root import ENVIRONMENT
 
 pytestmark = needs_sandbox
 
@@ -178,7 +178,10 @@ def test_files_of_the_host(path):
 
 def test_nothing_is_there_but_the_interpreter():
     listed = "sorted(os.listdir('/'))"
-    assert attempt(f"if set({listed}) <= {{'dev', 'harness.py', 'lib', 'lib64', 'python'}}: raise OSError") == 1.0
+    assert (
+        attempt(f"if set({listed}) <= {{'dev', 'harness.py', 'lib', 'lib64', 'python', 'session.py'}}: raise OSError")
+        == 1.0
+    )
     assert attempt("if os.listdir('/dev') == ['null']: raise OSError") == 1.0
     assert attempt("if sorted(os.listdir('/python')) == ['bin', sys.platlibdir]: raise OSError") == 1.0
 
@@ -236,7 +239,7 @@ def test_files_that_were_left_open():
 
 def test_environment_variables(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    allowed = {"PYTHONHASHSEED", "LD_LIBRARY_PATH", "PWD", "LC_CTYPE"}
+    allowed = {*ENVIRONMENT, "PWD", "LC_CTYPE"}
     assert attempt(f"if os.environ.keys() <= {allowed}: raise OSError") == 1.0
 
 
@@ -252,9 +255,7 @@ def test_a_memory_bomb():
 @pytest.mark.parametrize("loop", ["while True: pass", "for _ in iter(int, 1): pass", "x = [0 for _ in iter(int, 1)]"])
 def test_an_endless_loop_ends_after_so_many_steps_whatever_the_machine(loop, monkeypatch):
     """Not by a clock, which is another one elsewhere: that of the processor would come too late here."""
-    longer = {resource.RLIMIT_CPU: 1000}
-    limits = tuple((limit, longer.get(limit, most)) for limit, most in bubblewrap._LIMITS)
-    monkeypatch.setattr(bubblewrap, "_LIMITS", limits)
+    limited(monkeypatch, SandboxLimits(cpu_seconds=1000))
     assert reward(answering(loop)) == 0.0
 
 
