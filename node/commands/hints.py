@@ -63,6 +63,7 @@ HINTS: Final[dict[str, str]] = {
     "environment_missing": "Read its code first, then install it where swarmproof is installed, and start again.",
     "dataset_digest": "Install the version of the environment, and of its data, that the run's operator has.",
     "needs_network": "Have its data on this machine first, or take another environment: it gets no network here.",
+    "python_version": "Install swarmproof under the Python that the run names, and start that one.",
     "sandbox_broken": "`swarmproof doctor` says what keeps programs from being run in isolation here.",
     "sandbox_missing": "Install bubblewrap (on Debian: apt install bubblewrap), then start again.",
     "bad_chat": "Take a named format in sampling.chat, such as chatml; docs/chat.md says what a template may do.",

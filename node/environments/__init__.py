@@ -23,12 +23,13 @@ from node.environments.isolated.missing import NotInstalled
 from node.environments.isolated.sandbox import guest_command
 from node.environments.isolated.store import EnvironmentStore
 from node.environments.lengths import LengthTargets, with_lengths
+from node.environments.python_tool import ChatPythonTool, PythonTool, check_tool, with_tool
 from node.environments.reverse import Reverse
 from node.environments.terminal import TerminalTarget
 from node.environments.verifiers import load_verifiers
 from node.graders import check_grader
 from node.protocol.chat import ChatFormat
-from node.protocol.environment_spec import DATASET, EnvironmentSpec, PackageSpec
+from node.protocol.environment_spec import DATASET, EnvironmentSpec, PackageSpec, ToolSpec
 from node.protocol.run import RunSpec
 
 REASONING_GYM = "reasoning_gym:"
@@ -77,7 +78,11 @@ def load_environment(
     environment = _load(spec, datasets, chat)
     if isinstance(environment, TerminalTarget):
         # Either would stand on a frame-based policy's screen, where the cursor can go, and not on the reward's.
-        for what, is_set in (("length targets", spec.length is not None), ("chat format", chat is not None)):
+        for what, is_set in (
+            ("length targets", spec.length is not None),
+            ("chat format", chat is not None),
+            ("tool", isinstance(spec.tool, ToolSpec)),
+        ):
             if is_set:
                 raise EnvironmentFault(f"terminal takes no {what}, which its frames would show", code="bad_arguments")
     return with_lengths(environment, spec)
@@ -86,19 +91,23 @@ def load_environment(
 def _load(spec: EnvironmentSpec, datasets: Mapping[str, Path], chat: ChatFormat | None) -> Environment:
     """Return the environment without length targets."""
     if spec.name.startswith(DATASET):
-        return with_chat(load_rows(spec, datasets), chat)
+        return _shown(load_rows(spec, datasets), spec, chat)
     if isinstance(spec.package, PackageSpec):
         if spec.name in _BUILT_IN:
             raise EnvironmentFault(f"{spec.name} is swarmproof's own: leave its package out", code="claimed_twice")
+        if isinstance(spec.tool, ToolSpec):
+            raise EnvironmentFault(f"{spec.name} is a package's, and takes no tool", code="bad_arguments")
         installed = EnvironmentStore.default().find(spec.package)
         return load_isolated(spec, guest_command(installed), chat)
     if spec.name.startswith(VERIFIERS):
+        if isinstance(spec.tool, ToolSpec):
+            raise EnvironmentFault(f"{spec.name} brings its own tools, and takes none", code="bad_arguments")
         loaded = load_verifiers(spec.name.removeprefix(VERIFIERS), spec.arguments, chat=chat)
         return loaded if loaded.renders_chat else with_chat(loaded, chat)
     if spec.name.startswith(REASONING_GYM):
         from node.environments.reasoning_gym import load_dataset  # noqa: PLC0415  (an optional package, 3 s)
 
-        return with_chat(load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments), chat)
+        return _shown(load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments), spec, chat)
     cls = _BUILT_IN.get(spec.name)
     if cls is None:
         known = ", ".join((*_BUILT_IN, DATASET + "<name>", REASONING_GYM + "<dataset>"))
@@ -108,15 +117,23 @@ def _load(spec: EnvironmentSpec, datasets: Mapping[str, Path], chat: ChatFormat 
             code="unknown_environment",
         )
     environment: Environment = configure(cls, spec.arguments)
-    return environment if isinstance(environment, TerminalTarget) else with_chat(environment, chat)
+    return environment if isinstance(environment, TerminalTarget) else _shown(environment, spec, chat)
+
+
+def _shown(environment: Environment, spec: EnvironmentSpec, chat: ChatFormat | None) -> Environment:
+    """Return `environment` in the run's chat format, with the tool of `spec` if it has one."""
+    tool = spec.tool
+    return with_tool(environment, tool, chat) if isinstance(tool, ToolSpec) else with_chat(environment, chat)
 
 
 def check_rewards(environments: Iterable[Environment], *, need_answers: bool = True) -> None:
     """Raise EnvironmentFault, SandboxFailed or DatasetFault where this machine cannot compute the rewards of one.
 
-    Only who computes rewards needs to ask: a worker does not. Without `need_answers`, answers that the operator keeps
-    may be missing.
+    Only who computes rewards needs to ask: a worker asks `check_replies`. Without `need_answers`, answers that the
+    operator keeps may be missing.
     """
+    environments = list(environments)
+    check_replies(environments)
     for environment in environments:
         plain = _plain(environment)
         if isinstance(plain, Code):
@@ -124,6 +141,14 @@ def check_rewards(environments: Iterable[Environment], *, need_answers: bool = T
         elif isinstance(plain, DatasetProblems) and (need_answers or plain.dataset.has_answers):
             plain.check_answers()
             check_grader(plain.dataset.header.grader)
+
+
+def check_replies(environments: Iterable[Environment]) -> None:
+    """Raise EnvironmentFault or SandboxFailed where this machine cannot run the tool that one of them has."""
+    for environment in environments:
+        shown = environment.inner if isinstance(environment, LengthTargets) else environment
+        if isinstance(shown, PythonTool | ChatPythonTool):
+            check_tool(shown.tool)
 
 
 def lacks_answers(environment: Environment) -> bool:
@@ -139,7 +164,7 @@ def held_out_rows(environment: Environment) -> range | None:
 
 
 def _plain(environment: Environment) -> Environment:
-    while isinstance(environment, LengthTargets | Chat):
+    while isinstance(environment, LengthTargets | Chat | PythonTool):
         environment = environment.inner
     return environment
 
@@ -151,6 +176,7 @@ __all__ = [
     "Environment",
     "EnvironmentFault",
     "Problem",
+    "check_replies",
     "check_rewards",
     "held_out_rows",
     "lacks_answers",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from node.chat.errors import ChatError
 from node.chat.render import render, render_reply
@@ -23,6 +24,11 @@ class Chat:
     def name(self) -> str:
         return self.inner.name
 
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Definitions of the tools that the model is told of, in the form of OpenAI's API."""
+        return ()
+
     def problem(self, index: int) -> Problem:
         """Return the inner problem as a conversation: its messages, or its prompt as a user's message.
 
@@ -32,7 +38,7 @@ class Chat:
         asked = self.inner.problem(index)
         messages = asked.messages or ({"role": "user", "content": asked.prompt},)
         try:
-            prompt, opening = render(messages, self.chat)
+            prompt, opening = render(messages, self.chat, tools=self.tools)
         except ChatError as error:
             raise EnvironmentFault(f"problem {index} of {self.name}: {error}", code=error.code) from error
         return Problem(prompt, {"asked": asked}, opening=opening, messages=messages)

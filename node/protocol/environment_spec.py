@@ -108,13 +108,25 @@ class ThinkingSpec(Wire, frozen=True):
             raise ValueError(f"thinking.end must hold {END_OF_THOUGHT}, or the thought would go on behind it")
 
 
+class ToolSpec(Wire, frozen=True):
+    """The tool `python`: what runs the code of the model's calls (docs/environments.md).
+
+    `python` is the version everywhere, such as "3.11". `steps` are the instructions of the interpreter for all calls of
+    a rollout, `characters` the longest output of one call.
+    """
+
+    python: Annotated[str, Meta(pattern=r"^3\.[0-9]{1,2}$")]
+    steps: Annotated[int, Meta(ge=1000, le=500_000)] = 500_000
+    characters: Annotated[int, Meta(ge=16, le=16_384)] = 2000
+
+
 class EnvironmentSpec(Wire, frozen=True):
     """One source of problems, drawn with probability weight / sum of weights; without `problems` it has no end.
 
     One with a `dataset` is named "dataset:NAME", and `problems` says how many of its rows are drawn from. `answers`
     says who alone has the answers; UNSET for everybody. One that is no part of swarmproof is in a `package`.
     `max_prompt_tokens` and `max_new_tokens` go before the run's own where they are lower. A turn ends with the token
-    that completes one of the strings `stop`.
+    that completes one of the strings `stop`. With a `tool` the model has several turns, in which it may call it.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -129,6 +141,7 @@ class EnvironmentSpec(Wire, frozen=True):
     max_new_tokens: Positive | UnsetType = UNSET
     stop: Annotated[tuple[StopString, ...], Meta(min_length=1, max_length=8)] | UnsetType = UNSET
     thinking: ThinkingSpec | UnsetType = UNSET
+    tool: ToolSpec | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, tuple) and any(REPLACEMENT in one for one in self.stop):

@@ -24,6 +24,7 @@ from node.protocol.environment_spec import (
     PackageSpec,
     ProblemsSpec,
     ThinkingSpec,
+    ToolSpec,
 )
 from node.protocol.limits_spec import HonestSpec, LevelSpec, LimitsSpec, StandingSpec
 from node.protocol.membership import MembershipSpec
@@ -316,7 +317,7 @@ def _name_chat(sampling: object) -> None:
 
 
 def _check_lengths(spec: RunSpec) -> None:
-    """Check lengths in tokens; not in RunSpec, because a challenge's spec has fewer tokens than its run's."""
+    """Check lengths in tokens and turns; not in RunSpec, because a challenge's spec has fewer than its run's."""
     for number, environment in enumerate(spec.environments):
         sampling = spec.sampling_in(number)
         for key in ("max_prompt_tokens", "max_new_tokens"):
@@ -330,6 +331,8 @@ def _check_lengths(spec: RunSpec) -> None:
                 "environments.thinking.tokens must be below max_new_tokens, with room for thinking.end: an answer "
                 "needs some as well"
             )
+        if isinstance(environment.tool, ToolSpec) and sampling.max_turns == 1:
+            raise ValueError("environments.tool needs sampling.max_turns of 2 or more: a call is a turn of its own")
 
 
 __all__ = [
@@ -357,6 +360,7 @@ __all__ = [
     "StandingSpec",
     "TeacherSpec",
     "ThinkingSpec",
+    "ToolSpec",
     "TrainingSpec",
     "open_descriptor",
     "parse_run_toml",

