@@ -61,8 +61,11 @@ STEP_GROUPS = 16
 
 STEP_IN_FLIGHT = (8,)
 
+DEFAULT_GROUPS = 128
+"""Honest groups of each worker: fewer show too little of how far groups are apart."""
+
 ROUTED_GROUPS = 256
-"""Honest groups of each worker that a policy with experts takes (docs/adr/0033-routing-is-not-carried.md)."""
+"""Those that a policy with experts takes (docs/adr/0033-routing-is-not-carried.md)."""
 
 _FIGURES = {"rollout_margin_mean": "margin_mean"}
 """Figures whose limits have another name."""
@@ -84,7 +87,7 @@ class CalibrationSettings:
     threads: int | None = None
     vllm: Mapping[str, Any] = field(default_factory=dict)
     policy: Path | None = None
-    groups: int = 128
+    groups: int = DEFAULT_GROUPS
     cheat_groups: int = 32
     cheats: Collection[str] | None = None
     false_rejections: float | None = None
@@ -185,12 +188,6 @@ class _Calibration:
         if self._spec.proofs.has_sketch and not (settings.recordings or settings.accepted):
             hidden = self._prefill.blueprint.hidden
             self._spec = await find_step(self._spec, self._farthest_distances, hidden=hidden)
-        if self._has_experts and settings.groups < ROUTED_GROUPS:
-            log.warning(
-                "a policy with experts deviates seldom and far, of which %d groups show little: take %d (--groups)",
-                settings.groups,
-                ROUTED_GROUPS,
-            )
         honest = {worker.name: await self._honest(worker) for worker in self._workers}
         own = [work.measured for work in honest.values()]
         self._check_finite(own)
@@ -206,12 +203,19 @@ class _Calibration:
             policy=self._digest,
             verifier=settings.verifier,
             groups=settings.groups,
+            least_groups=ROUTED_GROUPS if self._is_routed else DEFAULT_GROUPS,
             largest=_largest(taken, self._spec.limits),
             honest=[await self._outcome(name, work) for name, work in held_out.items()],
             recorded=recorded,
             cheats=[await self._outcome(name, work) for name, work in cheats.items()],
             measured={name: work.measured for name, work in {**held_out, **cheats}.items()},
         )
+
+    @property
+    def _is_routed(self) -> bool:
+        """Whether the policy has experts: it deviates seldom and far, of which few groups show little."""
+        family = ATTENTION_FAMILIES.get(self._prefill.blueprint.config.model_type)
+        return family is not None and family.experts is not None
 
     async def _farthest_distances(self, spec: RunSpec) -> list[float]:
         """Return the sketch distances of the worker with the largest mean square."""
@@ -244,18 +248,13 @@ class _Calibration:
         accepted = self._settings.false_rejections
         chance = own.false_rejections if accepted is None else accepted
         parts = len(IN_FLIGHT)
-        headroom = ROUTED_HEADROOM if self._has_experts else 1.0
+        headroom = ROUTED_HEADROOM if self._is_routed else 1.0
         found = fit_limits(*honest, false_rejections=chance, parts=parts, headroom=headroom)
         half = (groups[::2] for groups in honest)
         levels = fit(*half, false_rejections=chance, parts=parts, headroom=headroom)
         found = rounded(msgspec.structs.replace(found, honest=levels))
         changes = {name: getattr(found, name) for name in single_value_limits(self._spec.proofs)}
         return msgspec.structs.replace(own, honest=found.honest, false_rejections=chance, **changes)
-
-    @property
-    def _has_experts(self) -> bool:
-        family = ATTENTION_FAMILIES.get(self._prefill.blueprint.config.model_type)
-        return family is not None and bool(family.experts)
 
     async def _cheats(self) -> dict[str, _MeasuredWork]:
         if not self._settings.cheat_groups:

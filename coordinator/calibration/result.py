@@ -121,7 +121,7 @@ class RecordedOutcome:
 class CalibrationResult:
     """A finished calibration: `spec` is the run with its new limits, `policy` the digest of the policy's file.
 
-    `verifier` is the engine that measured.
+    `verifier` is the engine that measured. Each honest worker drew `groups`; it should have drawn `least_groups`.
     `largest` holds the largest honest values behind single-value limits. `honest` are outcomes of groups that no level
     was fitted to; `measured` has every group behind `honest` and `cheats`, by name. `recorded` are the recordings of
     other machines, whose groups count in `largest` where limits were fitted to them.
@@ -132,6 +132,7 @@ class CalibrationResult:
     policy: str
     verifier: str
     groups: int
+    least_groups: int
     largest: Mapping[str, float]
     honest: Sequence[CheatOutcome]
     recorded: Sequence[RecordedOutcome]
@@ -166,6 +167,11 @@ class CalibrationResult:
             if getattr(limits, name) > getattr(defaults, name)
         ]
         fitted = [*self.honest, *(one.judged for one in self.recorded if one.fitted)]
+        if self.groups < self.least_groups:
+            warnings.append(
+                f"Of {self.groups} groups of each worker, half of which levels were fitted to, too little is seen of "
+                f"how far honest groups are apart: a run may reject some. Take {self.least_groups} or more (--groups)."
+            )
         if self.verifier != "torch" and not any(one.name.startswith("torch") for one in fitted):
             warnings.append(
                 "No level was fitted to torch's kernels: honest workers with torch would be rejected, audits with it "

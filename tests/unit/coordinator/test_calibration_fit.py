@@ -17,9 +17,10 @@ from coordinator.calibration.fit import (
     rounded,
     single_value_limits,
 )
+from coordinator.calibration.result import CalibrationResult
 from coordinator.calibration.trial import try_groups
 from node.protocol.evidence import STATISTICS, add, evidence, evidence_limit
-from node.protocol.run import LimitsSpec, ProofSpec
+from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec
 from node.verification.deviations import Deviations
 
 
@@ -158,6 +159,24 @@ def test_a_statistic_without_any_value_has_no_level():
     assert honest.sketch is None
     assert honest.exponents is not None
     assert levels([[bits([])] * 4] * 4).exponents is None
+
+
+@pytest.mark.parametrize(("groups", "warns"), [(127, True), (128, False)])
+def test_an_operator_is_told_that_too_few_groups_were_fitted(groups, warns):
+    """A run's limits never change: honest workers pay for what a short calibration did not see."""
+    found = CalibrationResult(
+        spec=RunSpec(name="t", environments=(EnvironmentSpec(name="arithmetic"),)),
+        swarmproof="",
+        policy="",
+        verifier="torch",
+        groups=groups,
+        least_groups=128,
+        largest={},
+        honest=[],
+        cheats=[],
+        measured={},
+    )
+    assert [f"Of {groups} groups" in line and "Take 128 or more" in line for line in found.warnings] == [True] * warns
 
 
 def test_a_level_needs_groups_to_compare():
