@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 import zstandard
-from swarm import INSTANCE, Swarm, running
+from swarm import INSTANCE, Swarm, running, small_spec
 from waiting import until
 
 from node.protocol.admission import Outcome
@@ -28,7 +28,10 @@ from shardcast.wire import digest, encode
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Iterator[Swarm]:
-    with running(tmp_path_factory.mktemp("run"), tiny_policy_path) as swarm:
+    spec = small_spec()
+    # Honest work is admitted after each attack, and how long it is plays no part.
+    spec = msgspec.structs.replace(spec, sampling=msgspec.structs.replace(spec.sampling, max_new_tokens=12))
+    with running(tmp_path_factory.mktemp("run"), tiny_policy_path, spec=spec) as swarm:
         yield swarm
 
 

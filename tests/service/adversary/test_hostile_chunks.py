@@ -78,13 +78,6 @@ async def test_corrupt_chunks_cost_a_refetch_and_the_relay_its_standing(scene: S
     assert hostile.asked["payloads"] <= SourceLimits().per_source, "quarantine takes effect at once"
 
 
-async def test_corrupt_chunks_alone_yield_an_error_and_no_file(scene: Scene) -> None:
-    client = scene.client((await scene.hostile(FlipsBits))[0], **IMPATIENT)
-    with pytest.raises(CorruptChunk):
-        await fetched(client)
-    assert not list((scene.folder / "client" / "versions").glob("*.bin"))
-
-
 async def test_a_relay_never_passes_on_a_corrupt_chunk(scene: Scene) -> None:
     """One hostile node high in the tree must not poison everything under it."""
     (bad, _), good = await scene.hostile(FlipsBits), await scene.honest()
@@ -232,13 +225,14 @@ async def test_every_other_wrong_answer_is_survived(scene: Scene, kind: type[Bet
         tracemalloc.stop()
 
 
-async def test_from_sources_that_answer_wrongly_alone_there_is_an_error(scene: Scene) -> None:
+async def test_wrong_answers_alone_yield_an_error_and_no_file(scene: Scene) -> None:
     async def assert_fails(kind: type[Between]) -> None:
         bad, _ = await scene.hostile(kind)
-        with pytest.raises(ShardcastError):
+        with pytest.raises(CorruptChunk if kind is FlipsBits else ShardcastError):
             await fetched(scene.client(bad, name=kind.__name__, **IMPATIENT))
+        assert not list((scene.folder / kind.__name__ / "versions").glob("*.bin")), kind
 
-    await asyncio.gather(*map(assert_fails, WRONG))
+    await asyncio.gather(*map(assert_fails, [FlipsBits, *WRONG]))
 
 
 class Redirects(Between):
