@@ -2,10 +2,7 @@
 
 Shared by `node.engines.vllm`, which draws completions, and `node.engines.vllm_prefill`, which verifies them. It drives
 `AsyncLLM` from the caller's event loop; `node.engines.vllm_worker` runs beside the model. Policies come only from the
-run: vLLM gets a folder with a configuration checked by `node.policy.file`, and is set offline.
-
-The V1 model runner is pinned: the second one exposes hidden states elsewhere, and is the default only on a GPU
-(docs/adr/0010-vllm.md).
+run: vLLM gets a folder with a configuration checked by `node.policy.file`, and is set offline (docs/adr/0010-vllm.md).
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ import msgspec
 import psutil
 
 from node.engines import vllm_processes
-from node.engines.base import BrokenPolicy, EngineDied, EngineError, NoPolicy
+from node.engines.base import BrokenPolicy, EngineDied, NoPolicy
 from node.engines.vllm_settings import VllmSettings, make_plan
 from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import Blueprint
@@ -319,7 +316,6 @@ def _import_vllm() -> tuple[Any, Any, Any]:
 def _set_environment(settings: VllmSettings) -> None:
     """Set vLLM's environment variables; existing ones are kept."""
     defaults = {
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_LOGGING_COLOR": "0",
@@ -336,8 +332,6 @@ def _set_environment(settings: VllmSettings) -> None:
     vllm_processes.set_owner()
     if settings.cpu_threads is not None:
         os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(settings.cpu_threads))
-    if os.environ["VLLM_USE_V2_MODEL_RUNNER"] != "0":
-        raise EngineError("VLLM_USE_V2_MODEL_RUNNER is set, but proofs need vLLM's V1 model runner: unset it")
 
 
 def _architecture(blueprint: Blueprint) -> str:

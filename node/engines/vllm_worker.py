@@ -1,9 +1,10 @@
 """Code inside vLLM's worker process: forced sampling, capture of hidden states, proofs, weight reloads.
 
-Written against vLLM 0.32 and its V1 model runner, which `node.engines.vllm` pins. vLLM loads both classes by name. The
-extension wraps the runner's `sample_tokens`, where the step's final hidden states (one row per request, after the last
-norm) and their positions are known, also under chunked prefill, prefix caching and preemption; `compute_logits` would
-include warm-up runs. The logits processor then chooses the tokens from the same rows. Only bytes leave this process.
+Written against vLLM 0.32 and both of its model runners (`node.engines.vllm_runners`). vLLM loads both classes by name.
+The extension wraps the runner's `sample_tokens`, where the step's final hidden states (one row per request, after the
+last norm) and their positions are known, also under chunked prefill, prefix caching and preemption; `compute_logits`
+would include warm-up runs. The logits processor then chooses the tokens from the same rows. Only bytes leave this
+process.
 
 Under tensor parallelism every rank samples, so every rank forces; only rank 0 records and proves.
 """
@@ -20,20 +21,23 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor import BatchUpdate
+from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from node.engines.recorder import DecodeRow, Recorder
 from node.engines.vllm_processes import end_with_owner
+from node.engines.vllm_runners import BatchRow, RunnerV1, RunnerV2, Step, ours_of
 from node.protocol.reasons import Refusal
 from node.protocol.run import ProofSpec
 from node.sampling.forced import warm_up
 from node.verification.spans import Span, measure_states
 
-TAG = "swarmproof"
-"""Our key in a request's `extra_args`."""
-
 _recorders: list[Recorder] = []
 """This process's only recorder, shared by the extension and the logits processor."""
+
+_views: list[RunnerV2] = []
+"""This process's view of a V2 runner, which the logits processor tells of requests."""
 
 _captures: dict[str, list[Tensor]] = {}
 """Hidden states of the rows captured so far, by span name."""
@@ -60,18 +64,20 @@ class Installation(msgspec.Struct, frozen=True):
     version: int
 
 
-class ForcedSampling(LogitsProcessor):
-    """docs/protocol.md, section 4, as a logits processor: the forced token becomes the largest logit."""
+class ForcedSampling(LogitsProcessorV1, LogitsProcessorV2):
+    """docs/protocol.md, section 4, as a logits processor: the forced token becomes the largest logit.
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:  # noqa: ARG002
-        self._device = device
+    It has the interface of both runners; vLLM says at its start which one it takes.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, *_: Any) -> None:  # noqa: ARG002
         # Our first code in each worker process, before it loads weights.
         end_with_owner()
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Raise ValueError unless sampling is greedy, which forcing the chosen token relies on."""
-        if TAG in (sampling_params.extra_args or {}) and sampling_params.temperature != 0:
+        if ours_of(sampling_params) is not None and sampling_params.temperature != 0:
             raise ValueError("forced sampling needs temperature 0")
 
     def is_argmax_invariant(self) -> bool:
@@ -80,7 +86,13 @@ class ForcedSampling(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Do nothing: rows are read off the runner at each step."""
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Note a request of the V2 runner; return whether its logits are changed."""
+        for view in _views:
+            view.add(req_idx, sampling_params)
+        return "seed" in (ours_of(sampling_params) or {})
+
+    def apply(self, logits: Tensor, _: Any = None) -> Tensor:
         return _recorders[0].sample(logits) if _recorders else logits
 
 
@@ -110,14 +122,16 @@ class ProvingWorker:
         self._installed = wanted
         _recorders[:] = [recorder]
         _captures.clear()
+        view = RunnerV2(runner) if runner.vllm_config.use_v2_model_runner else RunnerV1(runner)
+        _views[:] = [view] if isinstance(view, RunnerV2) else []
         original = runner.sample_tokens
 
         def sample_tokens(grammar_output: Any) -> Any:
-            state = runner.execute_model_state
-            if state is not None:
-                recorder.reread(_resumed(runner, state.scheduler_output))
-                recorder.begin(_batch_rows(runner, state.scheduler_output), state.sample_hidden_states)
-                _capture(runner, state.scheduler_output, state.hidden_states)
+            step = view.step()
+            if step is not None:
+                recorder.reread([row.ours["name"] for row in step.rows if row.ours is not None and row.is_resumed])
+                recorder.begin([_decode_row(row) for row in step.rows], step.sampled)
+                _capture(step)
             try:
                 return original(grammar_output)
             finally:
@@ -175,50 +189,23 @@ class ProvingWorker:
         return msgspec.msgpack.encode(answers) if self.rank == 0 else b""
 
 
-def _capture(runner: Any, scheduled: Any, hidden: Tensor) -> None:
+def _capture(step: Step) -> None:
     """Capture this step's rows [tokens, H] of verifier spans, from each span's first requested row."""
-    batch = runner.input_batch
-    for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
-        ours = (runner.requests[request_id].sampling_params.extra_args or {}).get(TAG)
-        if ours is None or "first_row" not in ours:
+    for row in step.rows:
+        if row.ours is None or "first_row" not in row.ours:
             continue
-        first = int(batch.num_computed_tokens_cpu[row])
-        start = int(runner.query_start_loc.np[row])
-        skipped = max(0, ours["first_row"] - first)
-        rows = hidden[start + skipped : start + scheduled.num_scheduled_tokens[request_id]]
+        skipped = max(0, row.ours["first_row"] - row.computed)
         # A preempted span is read again from its beginning.
-        kept = _captures.setdefault(ours["name"], [])
-        if first == 0:
+        kept = _captures.setdefault(row.ours["name"], [])
+        if row.computed == 0:
             kept.clear()
-        kept.append(rows.clone())
+        kept.append(step.hidden[row.start + skipped : row.start + row.scheduled].clone())
 
 
-def _resumed(runner: Any, scheduled: Any) -> list[str]:
-    """List completions resumed after a preemption with more to read than their newest token."""
-    batch, resumed = runner.input_batch, scheduled.scheduled_cached_reqs.resumed_req_ids
-    names: list[str] = []
-    for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
-        request = runner.requests[request_id]
-        ours = (request.sampling_params.extra_args or {}).get(TAG)
-        kept = int(batch.num_computed_tokens_cpu[row])
-        if ours is not None and request_id in resumed and kept < request.num_tokens - 1:
-            names.append(ours["name"])
-    return names
-
-
-def _batch_rows(runner: Any, scheduled: Any) -> list[DecodeRow | None]:
-    """Return the completion of each row of this step; None for a prompt not read to its end yet."""
-    batch = runner.input_batch
-    partial = runner.discard_request_mask.np
-    batch_rows: list[DecodeRow | None] = []
-    for row, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
-        request = runner.requests[request_id]
-        ours = (request.sampling_params.extra_args or {}).get(TAG)
-        if ours is None or "seed" not in ours or partial[row]:
-            batch_rows.append(None)
-            continue
-        last = int(batch.num_computed_tokens_cpu[row]) + scheduled.num_scheduled_tokens[request_id] - 1
-        drawn = last - (request.num_prompt_tokens - 1)
-        first, seed = ours["position"], bytes.fromhex(ours["seed"])
-        batch_rows.append(DecodeRow(name=ours["name"], seed=seed, position=first + drawn, first=first))
-    return batch_rows
+def _decode_row(row: BatchRow) -> DecodeRow | None:
+    """Return the completion of which a row draws a token; None for a prompt not read to its end yet."""
+    if row.ours is None or "seed" not in row.ours or row.is_partial:
+        return None
+    drawn = row.computed + row.scheduled - row.prompt
+    first, seed = row.ours["position"], bytes.fromhex(row.ours["seed"])
+    return DecodeRow(name=row.ours["name"], seed=seed, position=first + drawn, first=first)
