@@ -33,7 +33,7 @@ from coordinator.planning import roles
 from coordinator.planning.shape import ModelShape, read_shape
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution, train_step
-from coordinator.training.lora import RECOMPUTED, add_adapters, begin_adapters
+from coordinator.training.lora import add_adapters, begin_adapters, recompute_activations
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.world import SINGLE_PROCESS, World, open_world
 from node.policy.file import save_policy
@@ -125,7 +125,7 @@ def _train(folder: Path, world: World, spec: RunSpec) -> int:
     model = build_model(folder, dtype=torch.float32)
     settings = options_of(world.size)
     if settings.recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTED)
+        recompute_activations(model)
     if isinstance(spec.training.lora, LoraSpec):
         use_blocks(model)
         add_adapters(model, spec.training.lora)

@@ -33,7 +33,7 @@ from benchmarks.workload import Size
 from coordinator.training import recipe
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution, score, train_step
-from coordinator.training.lora import RECOMPUTED
+from coordinator.training.lora import recompute_activations
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.packing import ROW_TOKENS, Scored, pack
 from coordinator.training.world import World
@@ -71,7 +71,7 @@ class Contender:
         size = Size(options.family, options.hidden, options.layers, options.vocabulary)
         self.model = build(size.config(), dtype=torch.float32).to(find_device(options.device))
         if options.recompute:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTED)
+            recompute_activations(self.model)
         training = TrainingSpec(minibatches=1, learning_rate=1e-6)
         sampling = SamplingSpec(max_prompt_tokens=options.prompt, max_new_tokens=options.completion)
         environments = (EnvironmentSpec(name="arithmetic"),)

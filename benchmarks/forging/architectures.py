@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.modelling.families import small_config
 from coordinator.calibration.workers import without_onednn
+from node.engines.torch_decoder import cache_keyword
 from node.policy.models.base import RecurrentForCausalLM
 from node.policy.models.eagle import EagleConfig, EagleForCausalLM
 from node.policy.models.finch import FinchConfig, FinchForCausalLM
@@ -87,7 +88,8 @@ def decode(model: Any, ids: Tensor, memory: Any) -> tuple[Tensor, Any]:
     if isinstance(model, RecurrentForCausalLM):
         after = model.base_model(input_ids=ids, state=memory, use_cache=True)
         return after.last_hidden_state, after.state
-    after = model.base_model(input_ids=ids, past_key_values=memory, use_cache=True)
+    base = model.base_model
+    after = base(input_ids=ids, use_cache=True, **{cache_keyword(base): memory})
     return after.last_hidden_state, after.past_key_values
 
 

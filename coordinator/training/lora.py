@@ -36,9 +36,6 @@ A, B = "lora_A", "lora_B"
 BLOCK_NUMBERS: Final = 2**16
 """Of a weight that are merged together on a CPU, whose cache holds them and two copies."""
 
-RECOMPUTED: Final = {"use_reentrant": False, "preserve_rng_state": False}
-"""How activations are recomputed. No layer draws at random: keeping the generator would have a CPU wait for a GPU."""
-
 
 class AdaptedLinear(Linear):
     """A linear layer whose weight is frozen, with an adapter that counts where `is_adapted`."""
@@ -92,8 +89,16 @@ def load_trained(path: Path, *, lora: LoraSpec | None, seed: int, recompute: boo
     policy = load_policy(path, dtype=torch.float32, shards=world, prepare=prepare)
     begin_adapters(policy.model, seed=seed, world=world)
     if recompute:
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTED)
+        recompute_activations(policy.model)
     return policy
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Have `model` keep no layer's activations for its gradients, and compute them again."""
+    # Until transformers 5.23 it has the other name, which warns since then.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    # No layer draws at random: keeping the generator would have a CPU wait for a GPU.
+    enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def adapter_counters(lora: LoraSpec | None, *, initial: str) -> dict[str, int | str]:

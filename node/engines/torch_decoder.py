@@ -10,6 +10,7 @@ window keeps all columns, and hides those before its window by a mask.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -48,6 +49,7 @@ class Decoder:
         self._device: torch.device = model.device
         self._lengths: list[int] = []
         self._cache = _Cache(columns)
+        self._cache_keyword = cache_keyword(self._base)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Append one token to each slot; return the hidden states [B, hidden] after it."""
@@ -111,11 +113,15 @@ class Decoder:
     def _forward(self, ids: Tensor, *, columns: int, position_ids: Tensor, cache: _Cache | _Prefix) -> Tensor:
         """Run the model on tokens at `position_ids` [B or 1, Q], which attend to `columns` columns up to their own."""
         masks = layer_masks(self._config, position_ids, columns=columns, dtype=self._dtype)
-        output = self._base(
-            input_ids=ids, attention_mask=masks, position_ids=position_ids, past_key_values=cache, use_cache=True
-        )
+        cached = {self._cache_keyword: cache}
+        output = self._base(input_ids=ids, attention_mask=masks, position_ids=position_ids, use_cache=True, **cached)
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+
+def cache_keyword(model: nn.Module) -> str:
+    """Return what a transformers' model calls the keys and values that it is given: another name since 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def attend_grouped(

@@ -22,7 +22,7 @@ from waiting import until
 from coordinator.training.checkpoint import checkpoints
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution, train_step
-from coordinator.training.lora import RECOMPUTED
+from coordinator.training.lora import recompute_activations
 from coordinator.training.optimizers import make_optimizer
 from coordinator.training.world import World
 from node.engines.base import requests_for
@@ -180,7 +180,7 @@ def test_a_step_on_long_samples_is_repeated_to_the_same_weights(device: str, tok
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(place)
         if recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTED)
+            recompute_activations(model)
         spec = spec_with(learning_rate=1e-3)
         spec = structs.replace(spec, sampling=structs.replace(spec.sampling, max_new_tokens=tokens))
         execution = Execution(World(device=place), row_tokens=4096, autocast=torch.bfloat16, recompute=recompute)

@@ -18,6 +18,7 @@ from narrow_run import FAR_INSIDE, MANIFEST, LeasedSlot, loaded, make_rules, pol
 from torch import Tensor
 from verifying import InMemory, Part, decided, drawn, forged, measured
 
+from node.engines.torch_decoder import cache_keyword
 from node.policy.file import Policy
 from node.protocol.admission import Outcome, judge_rows
 from node.protocol.reasons import Reason
@@ -264,9 +265,8 @@ def with_old_cache(slot: Slot, row: int, seed: bytes) -> Rollout:
     cache, pending = None, list(slot.expected.prompt_ids)
     while len(tokens) < SPEC.sampling.max_new_tokens and not (tokens and tokens[-1] in slot.expected.eos_ids):
         policy = slot.policies[OLD if len(tokens) < SWITCHES[row] else NEW]
-        output = policy.model(
-            input_ids=torch.tensor([pending]), past_key_values=cache, use_cache=True, output_hidden_states=True
-        )
+        cached = {cache_keyword(policy.model): cache}
+        output = policy.model(input_ids=torch.tensor([pending]), use_cache=True, output_hidden_states=True, **cached)
         cache = output.past_key_values
         logits = output.logits[0, -1].float()
         noise = torch.from_numpy(gumbel_noise([seed], [len(tokens)], vocabulary=policy.vocabulary))[0]

@@ -13,7 +13,7 @@ from coordinator.training import attention
 from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
 from coordinator.training.head import final_states
-from coordinator.training.lora import RECOMPUTED
+from coordinator.training.lora import recompute_activations
 from coordinator.training.packing import ROW_TOKENS, Scored, _sequence, count_tokens, pack, rows_of_process
 from coordinator.training.repeatable import set_training
 from node.policy.models.tiny_llama import make_model
@@ -93,7 +93,7 @@ def test_every_family_trains_on_shared_prompts_as_transformers_does_on_whole_sam
     for recompute in (False, True):
         model.zero_grad()
         if recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=RECOMPUTED)
+            recompute_activations(model)
         set_training(model)
         with packed_attention(model):
             found = (row_backward(model, row, row.advantage) * row.advantage).sum()

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.modelling.policies import random_model, random_policy
 from coordinator.training.groups import Sample
+from coordinator.training.lora import recompute_activations
 from coordinator.training.packing import Scored, pack
 from node.engines.base import DoesNotFit, WrongEngine
 from node.engines.vllm_settings import VllmSettings, make_plan
@@ -150,7 +151,7 @@ def test_a_row_of_one_token_has_a_gradient_for_every_weight(name: str) -> None:
 def test_recomputed_activations_give_the_same_gradients(name: str) -> None:
     model, rows = random_model(name).train(), pack(scored([40]), row_tokens=512, recurrent=True)
     _, kept = gradients(model, rows)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_activations(model)
     _, again = gradients(model, rows)
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(kept, again, strict=True))
 

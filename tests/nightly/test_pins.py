@@ -1,0 +1,46 @@
+"""The suite with the lowest and the newest version of everything that is depended on.
+
+`constraints.txt` holds one version of each, so that nothing else would notice a bound that is a wish: who installs
+without it gets the newest, and who has an older one keeps that.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import venv
+from importlib import metadata
+
+import pytest
+from locations import ROOT
+from packaging.requirements import Requirement
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = ("dev", "p2p", "postgresql", "s3", "train")
+SUITE = ("-n", "2", "--dist", "loadfile", "-m", "unit or service", "tests/unit", "tests/service")
+# Torch has builds for devices, of which this machine's is the one that can be had here.
+TORCH = f"torch=={metadata.version('torch')}"
+
+
+def lowest(requirement):
+    (bound,) = (each.version for each in requirement.specifier if each.operator in (">=", "=="))
+    return f"{requirement.name}=={bound}"
+
+
+def run(*command, seconds):
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("bound", ["lowest", "newest"])
+def test_the_suite_passes_at_both_ends_of_every_bound(bound, tmp_path):
+    own = [Requirement(each) for each in PROJECT["dependencies"] if not each.startswith("torch>")]
+    others = [each for extra in EXTRAS for each in PROJECT["optional-dependencies"][extra]]
+    venv.EnvBuilder(symlinks=True).create(tmp_path / "venv")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    wanted = [lowest(each) if bound == "lowest" else str(each) for each in own]
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", TORCH, *wanted, *others, seconds=900)
+    run(python, str(ROOT / "tests/support/editable.py"), str(ROOT), seconds=60)
+    run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SUITE, seconds=2000)
