@@ -380,7 +380,6 @@ def answer(steps: int, cells: Sequence[str], wanted: int, answers: int) -> None:
     MutableSet.register(set)
     gc.disable()  # when it collects depends on all that was made before
     _warnings.filters.insert(0, ("ignore", None, Warning, None, 0))  # nobody would read them, and they import more
-    _warnings._filters_mutated()  # type: ignore[attr-defined]  # noqa: SLF001  (as the module `warnings` does)
     sys.modules["_decimal"] = None  # type: ignore[assignment]  # built elsewhere with another library, or without one
     # Room for the count itself, and for what C calls between a program's own calls.
     sys.setrecursionlimit(4 * MOST_DEPTH)
