@@ -19,6 +19,7 @@ from node.doctor.chat import check_chat
 from node.doctor.machine import LEAST_DISK_BYTES, check_disk
 from node.doctor.model import check_first_policy, check_submission_size
 from node.doctor.report import Check, Level, fine, problem, show, warning
+from node.doctor.sandbox import check_sandbox
 from node.errors import IdentityError, NodeError
 from node.keys.identity import load_key
 from node.protocol.run import RunSpec
@@ -67,6 +68,11 @@ def _examine(
     yield check_disk(data, need=LEAST_DISK_BYTES, what="a run")
     if spec is not None:
         yield check_submission_size(spec)
+        if (check := check_sandbox(spec.environments)).level is not Level.OK:
+            # A coordinator alone runs no code.
+            yield warning(
+                "sandbox", check.sentence, advice="Mend it where this run is worked for, verified and audited."
+            )
         if model_elsewhere:
             said = "The folder of model.initial was not looked at (--model-elsewhere)."
             yield warning("model", said, advice="Run this on the trainer's machine, without that option.")

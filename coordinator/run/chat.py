@@ -10,8 +10,10 @@ import msgspec
 from coordinator.errors import UnfitModel
 from node.chat.errors import Irreducible
 from node.chat.reduction import reduce_folder
+from node.environments.python_tool import is_callable_in
 from node.policy.inspection import tiny_policy
 from node.protocol.chat import ChatFormat
+from node.protocol.environment_spec import ToolSpec
 from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,11 @@ def resolve_chat(spec: RunSpec) -> RunSpec:
     if found.is_dated:
         log.warning("The chat template of %s writes the date: the run keeps that of today.", folder)
     assert found.chat is not None
+    if any(isinstance(one.tool, ToolSpec) for one in spec.environments) and not is_callable_in(found.chat):
+        raise UnfitModel(
+            f"sampling.chat = {name!r}: this template has no place for environments.tool, or its calls are no JSON in "
+            "<tool_call> marks; chatml has both"
+        )
     return with_chat_format(spec, found.chat)
 
 

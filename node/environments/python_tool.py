@@ -111,13 +111,18 @@ def with_tool(environment: Environment, tool: ToolSpec, chat: ChatFormat | None)
         raise EnvironmentFault(f"{environment.name} has turns of its own, and takes no tool", code="bad_arguments")
     if chat is None:
         return PythonTool(environment, tool)
-    if not reads_calls(chat) or chat.openings.tools is None or chat.results is None:
+    if not is_callable_in(chat):
         raise EnvironmentFault(
             f"{environment.name} has a tool, which sampling.chat has no place for, or calls it otherwise than by JSON "
             "between <tool_call> and </tool_call>",
             code="bad_arguments",
         )
     return ChatPythonTool(environment, chat, tool)
+
+
+def is_callable_in(chat: ChatFormat) -> bool:
+    """Tell whether a chat format tells of tools, has results, and writes calls as they are read."""
+    return reads_calls(chat) and chat.openings.tools is not None and chat.results is not None
 
 
 def check_tool(tool: ToolSpec) -> None:

@@ -16,6 +16,7 @@ from coordinator.run.definition import read_run_file
 from coordinator.run.home import create_home, find_home
 from node.doctor.report import Level
 from node.protocol.chat import ChatFormat
+from node.sandbox.root import PYTHON_VERSION
 
 PUBLIC_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key().public_bytes_raw()
 TEMPLATE = (
@@ -86,6 +87,24 @@ def test_the_check_before_a_start_says_what_was_found(tmp_path: Path, folder: Pa
     level, sentence = found("model")
     assert level is Level.PROBLEM
     assert "cannot be reduced to data" in sentence
+
+
+def test_a_template_without_tools_begins_no_run_whose_policy_is_to_call_one(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody could load the environments of a run whose rules are signed."""
+    path = run_file(tmp_path, folder=folder)
+    path.write_text(
+        path.read_text().replace("[sampling]", f"tool = {{ python = {PYTHON_VERSION!r} }}\n[sampling]\nmax_turns = 2")
+    )
+    _, spec = read_run_file(path)
+    with pytest.raises(UnfitModel, match=r"no place for environments\.tool"):
+        resolve_chat(spec)
+    monkeypatch.setenv("PATH", "")
+    checks = preflight_checks(path, tmp_path / "none.key", tmp_path / "data", database_url=None, model_elsewhere=True)
+    (check,) = [check for check in checks if check.name == "sandbox"]
+    assert check.level is Level.WARNING
+    assert "apt install bubblewrap" in check.sentence
 
 
 @pytest.mark.parametrize(
