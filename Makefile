@@ -25,7 +25,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,p2p,postgresql,s3,train,verifiers,wandb]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,p2p,postgresql,s3,train,wandb]"
 	touch $@
 
 # vLLM without a GPU (x86-64). Its metadata also asks for packages that break it, so it comes without its dependencies.

@@ -26,14 +26,12 @@ from node.environments.lengths import LengthTargets, with_lengths
 from node.environments.python_tool import ChatPythonTool, PythonTool, check_tool, with_tool
 from node.environments.reverse import Reverse
 from node.environments.terminal import TerminalTarget
-from node.environments.verifiers import load_verifiers
 from node.graders import check_grader
 from node.protocol.chat import ChatFormat
 from node.protocol.environment_spec import DATASET, EnvironmentSpec, PackageSpec, ToolSpec
 from node.protocol.run import RunSpec
 
 REASONING_GYM = "reasoning_gym:"
-VERIFIERS = "verifiers:"
 NO_DATASETS: Mapping[str, Path] = MappingProxyType({})
 _BUILT_IN: dict[str, type[Arithmetic | Reverse | Calculator | Code | TerminalTarget]] = {
     environment.name: environment for environment in (Arithmetic, Reverse, Calculator, Code, TerminalTarget)
@@ -99,11 +97,6 @@ def _load(spec: EnvironmentSpec, datasets: Mapping[str, Path], chat: ChatFormat 
             raise EnvironmentFault(f"{spec.name} is a package's, and takes no tool", code="bad_arguments")
         installed = EnvironmentStore.default().find(spec.package)
         return load_isolated(spec, guest_command(installed), chat)
-    if spec.name.startswith(VERIFIERS):
-        if isinstance(spec.tool, ToolSpec):
-            raise EnvironmentFault(f"{spec.name} brings its own tools, and takes none", code="bad_arguments")
-        loaded = load_verifiers(spec.name.removeprefix(VERIFIERS), spec.arguments, chat=chat)
-        return loaded if loaded.renders_chat else with_chat(loaded, chat)
     if spec.name.startswith(REASONING_GYM):
         from node.environments.reasoning_gym import load_dataset  # noqa: PLC0415  (an optional package, 3 s)
 

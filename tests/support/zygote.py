@@ -19,7 +19,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -186,19 +185,6 @@ def vllm_zygote() -> Iterator[Zygote]:
     _set_environment(VllmSettings(cpu_threads=1))
     found = Zygote(*VLLM)
     yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
-def forked_environments() -> Iterator[None]:
-    """Start `python -P -m ...` as forks that have imported the verifiers package, from here to the module's end."""
-    from node.environments.verifiers import _child_environment
-
-    installed = ("verifiers",) if find_spec("verifiers") else ()
-    found = Zygote("node.environments.verifiers_child", *installed, environment=_child_environment())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", forking(found))
-        yield
     found.close()
 
 

@@ -1,4 +1,4 @@
-"""A run over environments of the verifiers package: its own, and one as somebody would write for it."""
+"""Runs over environments of the verifiers package, of both generations, each in its own interpreter and sandbox."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from random import Random
+from typing import Any
 
 import msgspec
 import pytest
-import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from environment_rooms import ROOMS, room
+from sandboxing import needs_sandbox
 from sqlalchemy import select
 from swarm import running, serve, small_spec, verifying, worker_thread
 from talking import SPEC as TALKING
@@ -26,11 +26,11 @@ from coordinator.run.service import Coordinator
 from coordinator.storage import log
 from coordinator.storage.schema import submissions
 from coordinator.training.trainer import Trainer, TrainerSettings
-from coordinator.training.warm_start import collate
 from node.audit.auditor import run_audit
-from node.environments import load_environment
-from node.policy.models.tiny_llama import EOS, make_model, make_tokenizer
+from node.environments.isolated.store import VARIABLE
+from node.policy.models.tiny_llama import EOS
 from node.protocol.admission import Outcome, has_signal
+from node.protocol.environment_spec import ProblemsSpec
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, run_id_of
 from node.protocol.turns import turns_of
@@ -38,55 +38,31 @@ from node.submission.reader import read_rollouts
 from shardcast import Origin, OriginServer
 from shardcast.wire import decode
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("forked_environments"),
-    pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed"),
-]
+pytestmark = [pytest.mark.timeout(900), needs_sandbox]
 
 STEPS = 5
 SECONDS = 800.0
-SYLLOGISMS = EnvironmentSpec(
-    name="verifiers:verifiers:ReasoningGymEnv",
-    arguments={
-        "gym": "syllogism",
-        "num_train_examples": 200,
-        "num_eval_examples": 1,
-        "system_prompt": "",
-        "package_version": "0.1.10",
-    },
-)
 
 
-def spec_of(initial: Path) -> RunSpec:
-    """Five steps over the package's own ReasoningGymEnv, whose answers are right or wrong and nothing between."""
-    spec = small_spec(environments=(SYLLOGISMS,))
+def installed(package: str, name: str, **more: Any) -> EnvironmentSpec:
+    """An environment of a package as run.toml names it."""
+    return EnvironmentSpec(name=f"verifiers:{name}", package=room(package).lock.package, **more)
+
+
+@pytest.fixture(autouse=True)
+def _rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(ROOMS.folder))
+
+
+def training_spec() -> RunSpec:
+    """Five steps over letters, of which even noise has some in lower case."""
+    spec = small_spec(environments=(installed("v1-examples", "v1_letters"),))
     return msgspec.structs.replace(
         spec,
-        model=msgspec.structs.replace(spec.model, initial=str(initial)),
-        sampling=msgspec.structs.replace(spec.sampling, group_size=8, max_prompt_tokens=256, max_new_tokens=24),
-        batch=msgspec.structs.replace(spec.batch, groups_per_step=4, lease_seconds=300.0),
+        sampling=msgspec.structs.replace(spec.sampling, group_size=4, max_prompt_tokens=256, max_new_tokens=24),
+        batch=msgspec.structs.replace(spec.batch, groups_per_step=2, lease_seconds=300.0),
         training=msgspec.structs.replace(spec.training, steps=STEPS, minibatches=2),
     )
-
-
-def guessing_policy(folder: Path) -> Path:
-    """A policy that answers Yes as often as No, as the package's environment wants it written."""
-    environment, rng = load_environment(SYLLOGISMS), Random(0)
-    prompts = [environment.problem(index).prompt for index in range(32)]
-    model, tokenizer = make_model(seed=1), make_tokenizer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(40):
-        drawn = rng.sample(prompts, 4)
-        examples = [(prompt, f"<answer>{answer}</answer>") for prompt in drawn for answer in ("Yes", "No")]
-        ids, labels = collate(tokenizer, examples)
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()).backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def entries(home: Home) -> list[LogEntry]:
@@ -123,8 +99,7 @@ def test_an_environment_of_the_package_trains_for_five_steps_and_is_audited(
     """Worker, verifier and auditor each run the environment themselves, and agree on every prompt and reward."""
     key = Ed25519PrivateKey.generate()
     public_key = key.public_key().public_bytes_raw()
-    initial = guessing_policy(tmp_path / "initial")
-    home = create_home(tmp_path / "data", public_key=public_key, spec=spec_of(initial))
+    home = create_home(tmp_path / "data", public_key=public_key, spec=training_spec())
     with (
         training(home, key, tmp_path / "trainer") as origin,
         serve(Coordinator(home, key=key, relay_urls=(origin,))) as url,
@@ -155,24 +130,26 @@ def test_an_environment_of_the_package_trains_for_five_steps_and_is_audited(
     home.database.close()
     assert audited == 0, capsys.readouterr().out
     assert {verdict.outcome for verdict in verdicts} == {Outcome.ADMITTED}, [verdict.detail for verdict in verdicts]
-    # A group of eight whose guesses are all alike teaches nothing; a step has four groups.
+    # A group whose completions all earn the same teaches nothing.
     assert [before != after for before, after in pairwise(digests[: STEPS + 1])] == taught
     assert sum(taught) >= STEPS - 1
-    rewards = [reward for verdict in verdicts for reward in verdict.rewards or ()]
-    assert {0.0, 1.0} <= set(rewards)
+    assert any(0 < reward < 1 for verdict in verdicts for reward in verdict.rewards or ())
 
 
 def test_a_conversation_of_the_package_is_drawn_and_verified(tmp_path: Path) -> None:
     """The verifier replays what the environment said to the worker; one letter of difference would be a rejection."""
     spec = msgspec.structs.replace(
         TALKING,
-        environments=(EnvironmentSpec(name="verifiers:verifiers_examples:Echo"),),
+        environments=(
+            installed("legacy-examples", "legacy_examples:Echo"),
+            installed("v1-examples", "v1_sorting", arguments={"turns": 3}, problems=ProblemsSpec(count=100)),
+        ),
         sampling=SamplingSpec(group_size=4, max_new_tokens=48, max_turns=4, max_reply_tokens=128),
     )
     with running(tmp_path, talkative_file(tmp_path), spec=spec) as swarm:
         deadline = time.monotonic() + SECONDS
         with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker"):
-            while sum(isinstance(entry, VerdictEntry) for entry in entries(swarm.home)) < 3:
+            while sum(isinstance(entry, VerdictEntry) for entry in entries(swarm.home)) < 6:
                 assert time.monotonic() < deadline, "no verdicts in time"
                 time.sleep(0.1)
         verdicts = [entry for entry in entries(swarm.home) if isinstance(entry, VerdictEntry)]

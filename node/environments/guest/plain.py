@@ -8,14 +8,11 @@ reward_turns(problem, turns) -> float       and with it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
 
-from .adapter import Json, RecentValues, Turn, Unusable, versions, within_bounds
+from .adapter import Json, RecentValues, Turn, Unusable, field_of, plain_message, versions, within_bounds
 
 GROUP = "swarmproof.environments"
-_MESSAGE_KEYS = ("role", "content", "tool_call_id", "name")
 
 
 class Plain:
@@ -50,11 +47,8 @@ class Plain:
 
     def problem(self, index: int) -> Json:
         problem = self._problems[index]
-        messages = [
-            {key: message[key] for key in _MESSAGE_KEYS if message.get(key)} | {"content": message.get("content") or ""}
-            for message in _field(problem, "messages") or ()
-        ]
-        return {"prompt": _field(problem, "prompt") or "", "messages": messages}
+        messages = [plain_message(message) for message in field_of(problem, "messages") or ()]
+        return {"prompt": field_of(problem, "prompt") or "", "messages": messages}
 
     def reply(self, index: int, turns: list[Turn]) -> Json:
         said = self._environment.reply(self._problems[index], turns)
@@ -75,7 +69,3 @@ def _entry(target: str) -> metadata.EntryPoint:
     if len(entries) > 1:
         raise Unusable("refused_environment", f"{len(entries)} packages have an entry point {target!r} of {GROUP}")
     return entries[0]
-
-
-def _field(problem: Any, name: str) -> Any:
-    return problem.get(name) if isinstance(problem, Mapping) else getattr(problem, name, None)

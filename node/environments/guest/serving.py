@@ -10,18 +10,22 @@ import contextlib
 import importlib
 import json
 import random
+import resource
 import sys
 from typing import IO, Any
 
-from .adapter import Adapter, Json, Unusable
+from .adapter import USED, Adapter, Json, Unusable
 
 PROTOCOL = 1
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_REPLY_BYTES = 4 * 1024 * 1024
 """A longer reply ends the rollout, as one does that has no place in a run's context."""
 
+LOAD_SECONDS, ANSWER_SECONDS = 600, 60
+"""Processor time of a query, after which the process ends: whoever asked may have ended, and waits no longer."""
+
 _MAX_DETAIL = 1000
-_KINDS = {"plain": ("plain", "Plain")}
+_KINDS = {"plain": ("plain", "Plain"), "verifiers": ("verifiers", "load"), "reasoning_gym": ("reasoning_gym", "Gym")}
 _NETWORK = frozenset(
     {"socket.connect", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname"}
 )
@@ -47,9 +51,11 @@ def serve(queries: IO[bytes], answers: IO[bytes]) -> None:
     while line := queries.readline(MAX_LINE_BYTES):
         query = json.loads(line)
         network.tried = None
+        USED.clear()
+        _limit_processor(LOAD_SECONDS if query["type"] == "load" else ANSWER_SECONDS)
         try:
             if query["type"] == "load":
-                adapter, answer = _load(query)
+                adapter, answer = _load(query, network)
             else:
                 assert adapter is not None
                 answer = _answer(adapter, query)
@@ -58,19 +64,22 @@ def serve(queries: IO[bytes], answers: IO[bytes]) -> None:
             encoded = _fault(refused.code, str(refused))
         except BaseException as error:  # noqa: BLE001  (an environment may raise anything, SystemExit too)
             encoded = _fault("environment_failed", repr(error))
+        if USED:
+            encoded = _fault("refused_environment", USED[0])
         if network.tried is not None:
             encoded = _fault("needs_network", f"it tried to use the network: {network.tried}")
         answers.write(encoded)
         answers.flush()
 
 
-def _load(query: Json) -> tuple[Adapter, Json]:
+def _load(query: Json, network: NetworkGuard) -> tuple[Adapter, Json]:
     module, name = _KINDS[query["kind"]]
     make = getattr(importlib.import_module(f".{module}", __package__), name)
     adapter: Adapter = make(query)
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy")  # so that its generator is seeded from the first query on
     loaded = {"type": "loaded", "protocol": PROTOCOL, **adapter.loaded()}
+    network.tried = None  # it did without: a library that looks for news of its data is no reason to refuse
     # What cannot be answered at all is refused now, rather than in a run's first slot.
     _answer(adapter, {"type": "problem", "index": 0})
     empty = "" if loaded["speaks"] == "text" else {"content": "", "tool_calls": []}
@@ -94,6 +103,12 @@ def _answer(adapter: Adapter, query: Json) -> Json:
     except Exception as error:  # noqa: BLE001  (caused by what the model wrote)
         print(f"{kind} of problem {index}: {error!r}", file=sys.stderr)  # noqa: T201  (read where stderr is kept)
         return {"type": kind} if kind == "reply" else {"type": kind, "reward": 0.0}
+
+
+def _limit_processor(seconds: int) -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, hard))
 
 
 def seed_randomness(index: int) -> None:

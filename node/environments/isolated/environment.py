@@ -115,11 +115,21 @@ def load_isolated(spec: EnvironmentSpec, command: Sequence[str], chat: ChatForma
     Raises EnvironmentFault: bad_arguments, package_missing, environment_missing, refused_environment,
     environment_failed, needs_bound, needs_network, and those of `GuestProcess.ask`.
     """
-    arguments = dict(spec.arguments)
+    return environment_over(GuestProcess(spec.name, command, load_of(spec)), spec, chat)
+
+
+def load_of(spec: EnvironmentSpec) -> Load:
+    """Return the first query of the process of an environment."""
     kind, target = _kind_of(spec.name)
-    shown = _shown(spec.name, arguments.pop("chat", None) if kind == "verifiers" else None, chat)
+    arguments = {key: value for key, value in spec.arguments.items() if (kind, key) != ("verifiers", "chat")}
     bound = spec.problems.count if isinstance(spec.problems, ProblemsSpec) else None
-    process = GuestProcess(spec.name, command, Load(kind=kind, target=target, arguments=arguments, bound=bound))
+    return Load(kind=kind, target=target, arguments=arguments, bound=bound)
+
+
+def environment_over(process: GuestProcess, spec: EnvironmentSpec, chat: ChatFormat | None) -> Environment:
+    """Return the environment of `spec` that answers in `process`; raises as `load_isolated`."""
+    kind, _ = _kind_of(spec.name)
+    shown = _shown(spec.name, spec.arguments.get("chat") if kind == "verifiers" else None, chat)
     loaded = process.start()
     count = "endless" if loaded.problems is None else str(loaded.problems)
     log.info("%s is loaded: %s problems, digest %s, %s", spec.name, count, loaded.digest, loaded.versions)

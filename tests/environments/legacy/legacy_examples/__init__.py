@@ -1,7 +1,4 @@
-"""Environments written for the verifiers package, as their authors would: nothing here knows of swarmproof.
-
-Imported by the process that runs such environments, not by tests: the package takes seconds, and sets signal handlers.
-"""
+"""Environments written for verifiers' old interface, as their authors would: nothing here knows of swarmproof."""
 
 from __future__ import annotations
 
@@ -52,7 +49,8 @@ class Raw(vf.SingleTurnEnv):
 
     def __init__(self):
         def ends(completion, answer) -> float:
-            return float(completion.endswith(answer))
+            text = completion if isinstance(completion, str) else completion[-1]["content"]
+            return float(text.endswith(answer))
 
         dataset = Dataset.from_list([{"prompt": "one two ", "answer": "three"}])
         super().__init__(dataset=dataset, message_type="completion", rubric=vf.Rubric(funcs=[ends]))
@@ -118,6 +116,76 @@ class Tools(vf.ToolEnv):
             return float(answer in str(completion[-1]["content"]))
 
         super().__init__(dataset=rows("5", question="2+3?"), tools=[add, echo], rubric=vf.Rubric(funcs=[right]))
+
+
+class Ledger(vf.StatefulToolEnv):
+    """With a tool that works on what the rollout has so far."""
+
+    def __init__(self):
+        def settled(completion, state) -> float:
+            return float(str(state["balance"]) in str(completion[-1]["content"]))
+
+        super().__init__(
+            dataset=rows("0", "10", question="Deposit 5 twice, then tell the balance. It is {} now."),
+            rubric=vf.Rubric(funcs=[settled]),
+        )
+        self.add_tool(self.deposit, args_to_skip=["state"])
+
+    async def setup_state(self, state):
+        state["balance"] = int(state["answer"])
+        return state
+
+    def deposit(self, amount: int, state: dict) -> str:
+        """Pay in an amount."""
+        state["balance"] += amount
+        return f"balance: {state['balance']}"
+
+    def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
+        return {**tool_args, "state": state}
+
+
+class Sorting(vf.MultiTurnEnv):
+    """Names to sort, and more of them in each turn."""
+
+    LISTS = (("Mia", "Ada", "Zoe"), ("Bob", "Ann"), ("Kim",))
+
+    def __init__(self):
+        def sorted_each_time(completion) -> float:
+            said = [message["content"] for message in completion if message["role"] == "assistant"]
+            known, right = [], 0
+            for added, answer in zip(self.LISTS, said, strict=False):
+                known = sorted([*known, *added])
+                right += answer.split() == known
+            return right / len(self.LISTS)
+
+        super().__init__(
+            dataset=rows("", question="Sort: " + " ".join(self.LISTS[0])),
+            max_turns=len(self.LISTS),
+            rubric=vf.Rubric(funcs=[sorted_each_time]),
+        )
+
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": "Sort these too: " + " ".join(self.LISTS[len(state["trajectory"])])}]
+
+
+class Timed(vf.SingleTurnEnv):
+    """Rewards haste."""
+
+    def __init__(self):
+        def quick(completion, state) -> float:
+            return float(state["timing"].generation.duration < 1)
+
+        super().__init__(dataset=rows("1"), rubric=vf.Rubric(funcs=[quick]))
+
+
+class Sure(vf.SingleTurnEnv):
+    """Rewards what the model was sure of."""
+
+    def __init__(self):
+        def sure(completion, state) -> float:
+            return float(len(state["trajectory"][-1]["response"].message.tokens.completion_logprobs))
+
+        super().__init__(dataset=rows("1"), rubric=vf.Rubric(funcs=[sure]))
 
 
 class Rewriting(Guessing):
