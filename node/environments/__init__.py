@@ -15,7 +15,7 @@ from msgspec import UnsetType
 from node.environments.arithmetic import Arithmetic
 from node.environments.base import Conversation, DatasetChanged, Environment, EnvironmentFault, Problem, configure
 from node.environments.calculator import Calculator
-from node.environments.chat import Chat, with_chat
+from node.environments.chat import Chat
 from node.environments.code import Code
 from node.environments.dataset import DatasetProblems, load_rows
 from node.environments.isolated.environment import load_isolated
@@ -23,7 +23,7 @@ from node.environments.isolated.missing import NotInstalled
 from node.environments.isolated.sandbox import guest_command
 from node.environments.isolated.store import EnvironmentStore
 from node.environments.lengths import LengthTargets, with_lengths
-from node.environments.python_tool import ChatPythonTool, PythonTool, check_tool, with_tool
+from node.environments.python_tool import ChatPythonTool, PythonTool, check_tool, in_format
 from node.environments.reverse import Reverse
 from node.environments.terminal import TerminalTarget
 from node.graders import check_grader
@@ -89,18 +89,16 @@ def load_environment(
 def _load(spec: EnvironmentSpec, datasets: Mapping[str, Path], chat: ChatFormat | None) -> Environment:
     """Return the environment without length targets."""
     if spec.name.startswith(DATASET):
-        return _shown(load_rows(spec, datasets), spec, chat)
+        return in_format(load_rows(spec, datasets), spec, chat)
     if isinstance(spec.package, PackageSpec):
         if spec.name in _BUILT_IN:
             raise EnvironmentFault(f"{spec.name} is swarmproof's own: leave its package out", code="claimed_twice")
-        if isinstance(spec.tool, ToolSpec):
-            raise EnvironmentFault(f"{spec.name} is a package's, and takes no tool", code="bad_arguments")
         installed = EnvironmentStore.default().find(spec.package)
         return load_isolated(spec, guest_command(installed), chat)
     if spec.name.startswith(REASONING_GYM):
         from node.environments.reasoning_gym import load_dataset  # noqa: PLC0415  (an optional package, 3 s)
 
-        return _shown(load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments), spec, chat)
+        return in_format(load_dataset(spec.name.removeprefix(REASONING_GYM), spec.arguments), spec, chat)
     cls = _BUILT_IN.get(spec.name)
     if cls is None:
         known = ", ".join((*_BUILT_IN, DATASET + "<name>", REASONING_GYM + "<dataset>"))
@@ -110,13 +108,7 @@ def _load(spec: EnvironmentSpec, datasets: Mapping[str, Path], chat: ChatFormat 
             code="unknown_environment",
         )
     environment: Environment = configure(cls, spec.arguments)
-    return environment if isinstance(environment, TerminalTarget) else _shown(environment, spec, chat)
-
-
-def _shown(environment: Environment, spec: EnvironmentSpec, chat: ChatFormat | None) -> Environment:
-    """Return `environment` in the run's chat format, with the tool of `spec` if it has one."""
-    tool = spec.tool
-    return with_tool(environment, tool, chat) if isinstance(tool, ToolSpec) else with_chat(environment, chat)
+    return environment if isinstance(environment, TerminalTarget) else in_format(environment, spec, chat)
 
 
 def check_rewards(environments: Iterable[Environment], *, need_answers: bool = True) -> None:

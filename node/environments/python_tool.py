@@ -15,9 +15,9 @@ from typing import Any, Final
 from node.chat.render import render_reply
 from node.chat.turns import reads_calls, turn_of
 from node.environments.base import Conversation, Environment, EnvironmentFault, Problem
-from node.environments.chat import Chat
+from node.environments.chat import Chat, with_chat
 from node.protocol.chat import ChatFormat
-from node.protocol.environment_spec import END_OF_THOUGHT, ToolSpec
+from node.protocol.environment_spec import END_OF_THOUGHT, EnvironmentSpec, ToolSpec
 from node.sandbox import Sandbox
 from node.sandbox.cells import run_cells
 from node.sandbox.root import PYTHON_VERSION
@@ -99,6 +99,12 @@ class ChatPythonTool(Chat):
         """Return the id of each call of a turn, and its code; None for a call of something else."""
         made = turn_of(turn, self.chat, number=number, tools=True).get("tool_calls", ())
         return [(call["id"], _code(call["function"])) for call in made]
+
+
+def in_format(environment: Environment, spec: EnvironmentSpec, chat: ChatFormat | None) -> Environment:
+    """Return `environment` in the run's chat format, with the tool of `spec` if it has one; raises as `with_tool`."""
+    tool = spec.tool
+    return with_tool(environment, tool, chat) if isinstance(tool, ToolSpec) else with_chat(environment, chat)
 
 
 def with_tool(environment: Environment, tool: ToolSpec, chat: ChatFormat | None) -> Conversation:

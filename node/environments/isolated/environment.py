@@ -16,7 +16,6 @@ from node.chat.errors import ChatError
 from node.chat.render import render, render_reply
 from node.chat.turns import reads_calls, turn_of
 from node.environments.base import Environment, EnvironmentFault, Problem, draws
-from node.environments.chat import with_chat
 from node.environments.isolated.messages import (
     CalledTool,
     ChatMessage,
@@ -32,9 +31,10 @@ from node.environments.isolated.messages import (
     TurnMessage,
 )
 from node.environments.isolated.process import GuestProcess
+from node.environments.python_tool import in_format
 from node.protocol.chat import ChatFormat
 from node.protocol.chat_formats import CHAT_FORMATS
-from node.protocol.environment_spec import Argument, EnvironmentSpec, ProblemsSpec
+from node.protocol.environment_spec import Argument, EnvironmentSpec, ProblemsSpec, ToolSpec
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,11 @@ def environment_over(process: GuestProcess, spec: EnvironmentSpec, chat: ChatFor
     cls = IsolatedConversation if loaded.several_turns else Isolated
     environment = cls(spec.name, process, loaded, shown, seeded=kind == "reasoning_gym")
     environment.problem(0)
-    return with_chat(environment, chat) if loaded.speaks == "text" else environment
+    if loaded.speaks == "text":
+        return in_format(environment, spec, chat)
+    if isinstance(spec.tool, ToolSpec):
+        raise EnvironmentFault(f"{spec.name} speaks messages of its own, and takes no tool", code="bad_arguments")
+    return environment
 
 
 def _kind_of(name: str) -> tuple[Kind, str]:

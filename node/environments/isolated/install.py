@@ -44,11 +44,13 @@ def install_package(
     extra: Sequence[str] = (),
     find_links: Path | None = None,
     python: Path | None = None,
+    build: bool = False,
 ) -> InstalledEnvironment:
     """Install the newest that fits of `package`: NAME, NAME==VERSION, a wheel, or a folder with a pyproject.toml.
 
     Args: `extra` are more requirements to install beside it. `find_links` is a folder of wheels to look in as well.
-    `python` is the interpreter to use, this one by default. Blocks for minutes. Raises EnvironmentFault.
+    `python` is the interpreter to use, this one by default. `build` also takes source distributions, whose build runs
+    their code. Blocks for minutes. Raises EnvironmentFault.
     """
     path = Path(package)
     if "/" in package or path.suffix == ".whl":
@@ -63,16 +65,21 @@ def install_package(
         match = _REQUIREMENT.fullmatch(package)
         return normalised(match["name"]) if match and wanted == package else _requested(venv, version, wanted)
 
-    return _install(store, ["--only-binary", ":all:", *requirements], name_in, find_links=find_links, python=python)
+    return _install(store, [*_wheels(build), *requirements], name_in, find_links=find_links, python=python)
 
 
 def install_lock(
-    store: EnvironmentStore, lock: Lock, *, find_links: Path | None = None, python: Path | None = None
+    store: EnvironmentStore,
+    lock: Lock,
+    *,
+    find_links: Path | None = None,
+    python: Path | None = None,
+    build: bool = False,
 ) -> InstalledEnvironment:
     """Install exactly what `lock` says, as `install_package`; raises EnvironmentFault (other_lock) if it came out
     otherwise.
     """
-    arguments = ["--only-binary", ":all:", "--no-deps", *(one.requirement for one in lock.held)]
+    arguments = [*_wheels(build), "--no-deps", *(one.requirement for one in lock.held)]
     return _install(
         store,
         arguments,
@@ -132,6 +139,10 @@ def _install(
 
 _QUIET = ("--quiet", "--no-input", "--disable-pip-version-check", "--no-warn-script-location")
 _TOOLS = "tools"
+
+
+def _wheels(build: bool) -> Sequence[str]:
+    return () if build else ("--only-binary", ":all:")
 
 
 def _pip(staging: Path, interpreter: Path) -> list[str]:
