@@ -53,9 +53,9 @@ _adopting = threading.Lock()
 
 
 class Zygote:
-    """A process that has imported `modules`, in `environment` or that of this process, and is asked to fork."""
+    """A process that has imported `modules` and is asked to fork."""
 
-    def __init__(self, *modules: str, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, *modules: str) -> None:
         self._asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = os.pathsep.join((str(ROOT), str(SUPPORT)))
         with asked:
@@ -63,7 +63,7 @@ class Zygote:
             self._process = subprocess.Popen(
                 [*command, " " * SIZE_OF_A_COMMAND],
                 cwd=ROOT,
-                env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[asked.fileno()],
             )

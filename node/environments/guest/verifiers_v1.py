@@ -29,12 +29,13 @@ from .adapter import (
     within_bounds,
 )
 from .verifiers import OWN_TASKSETS, distribution_of
+from .verifiers_runtime import ScriptRuntime
 from .verifiers_tools import ToolServers, check_toolsets
 
 MAX_TASKS = 10_000_000
 _CLOCK = "it reads how long something took, which differs between machines"
 _USAGE = "it reads a model call's tokens or times, which only the machine that drew them has"
-_RUNTIME = "it uses a runtime, a machine of its own: what it computes there nobody else can repeat"
+_PROVISIONS = "it provisions a machine for several runs, and a rollout here is one run"
 _STEERS = "it sends messages while the model writes, and not between turns"
 _TWICE = "it runs its agent more than once for a problem, and a rollout here is one run"
 
@@ -49,7 +50,7 @@ class TasksetPlay:
     def __init__(self, module: ModuleType, load: Json) -> None:
         self._module = module.__name__
         self._runner = asyncio.Runner()
-        self.runtime = Forbidden(_RUNTIME)
+        self.runtime = ScriptRuntime()
         self.call_class = _call_class()
         self.v1 = importlib.import_module("verifiers.v1")
         self.env = _make_environment(module, load["arguments"])
@@ -198,7 +199,7 @@ class _Seat:
         await interaction.close()
 
     def provision(self, *_: Any, **__: Any) -> NoReturn:
-        refuse_use(_RUNTIME)
+        refuse_use(_PROVISIONS)
 
 
 class _Interaction:
@@ -297,7 +298,7 @@ class _Run:
         self.trace.ok = True
         if self.episode.scored:
             await self._hook(self.task.finalize)
-            await self.task.score(self.trace, None)
+            await self.task.score(self.trace, self.episode.environment.runtime)
         return self.trace
 
     def _new_trace(self) -> Any:
@@ -390,14 +391,6 @@ def _check_task(task: Any) -> None:
         raise Unusable("refused_environment", f"{kind} needs a container, files or skills of its own")
     if task.config.judges:
         raise Unusable("refused_environment", f"{kind} asks a judge, a model, which nobody can repeat")
-    for attribute in ("reward", "metric"):
-        for hook in task.hooks(attribute):
-            parameter = inspect.signature(hook).parameters.get("runtime")
-            if parameter is not None and parameter.default is inspect.Parameter.empty:
-                raise Unusable(
-                    "refused_environment",
-                    f"its {attribute} {hook.__name__} needs a runtime: compute it from the trace alone",
-                )
     decorators = importlib.import_module("verifiers.v1.utils.decorators")
     if decorators.discover_decorated(task, "intercept"):
         raise Unusable("refused_environment", f"{kind} changes requests or responses on their way (@vf.intercept)")

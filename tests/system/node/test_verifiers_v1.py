@@ -76,7 +76,7 @@ REFUSED = {
         """,
     ),
     "runtime": (
-        "reward ran needs a runtime",
+        r"uses runtime\.run,",
         """
         class Running(vf.Task[vf.TaskData]):
             @vf.reward
@@ -88,7 +88,7 @@ REFUSED = {
         """,
     ),
     "setup_runtime": (
-        "uses a runtime",
+        r"uses runtime\.write,",
         """
         class Preparing(Plain):
             async def setup(self, runtime: vf.Runtime) -> None:
@@ -122,6 +122,20 @@ REFUSED = {
                 return 1 / (1 + trace.num_output_tokens)
 
         Set = taskset(Short)
+        __all__ = ["Set"]
+        """,
+    ),
+    "script_requires": (
+        "requires math-verify-of-nobody: install",
+        """
+        SCRIPT = '# /// script\\n# dependencies = ["math-verify-of-nobody>=1"]\\n# ///\\nprint(1.0)'
+
+        class Verified(vf.Task[vf.TaskData]):
+            @vf.reward
+            async def verified(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
+                return float((await runtime.run_uv_script(SCRIPT)).stdout)
+
+        Set = taskset(Verified)
         __all__ = ["Set"]
         """,
     ),
@@ -184,12 +198,41 @@ REFUSED = {
 }
 
 
+SCRIPTED = """
+SCRIPT = b'''
+import sys
+# /// script
+# dependencies = ["pydantic>=2"]
+# ///
+if __name__ == "__main__":
+    if sys.argv[1] == "exit":
+        sys.exit(3)
+    print("so", int(sys.argv[1]))
+'''
+
+class Verified(vf.Task[vf.TaskData]):
+    async def setup(self, runtime: vf.Runtime) -> None:
+        await runtime.prepare_uv_script(SCRIPT)
+
+    @vf.reward
+    async def verified(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
+        result = await runtime.run_uv_script(SCRIPT, args=[trace.last_reply])
+        if result.exit_code:
+            return {3: 0.25}.get(result.exit_code, 0.0)
+        return 1.0 if result.stdout == "so 4\\n" else 0.5
+
+Set = taskset(Verified)
+__all__ = ["Set"]
+"""
+
+
 @pytest.fixture(scope="module")
 def v1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     folder = tmp_path_factory.mktemp("modules")
     for name, (_, source) in REFUSED.items():
         lines = [line.removeprefix(" " * 8) for line in source.splitlines()]
         (folder / f"refused_{name}.py").write_text(COMMON + "\n".join(lines))
+    (folder / "scripted.py").write_text(COMMON + SCRIPTED)
     command = guest_command(room("v1-examples").python, variables={"PYTHONPATH": str(folder)})
     shared = Room(command, first="verifiers:v1_letters")
     yield shared
@@ -282,6 +325,12 @@ def test_what_the_environment_cannot_bear_ends_the_rollout_and_earns_nothing(v1:
         assert source.reply(source.problem(0), [text]) is None
         assert source.reward(source.problem(0), text) == 0.0
     assert v1.process.pid == pid
+
+
+def test_a_script_that_verifies_an_answer_runs_beside_it(v1: Room) -> None:
+    source = v1.load("verifiers:scripted")
+    problem = source.problem(0)
+    assert [source.reward(problem, text) for text in ("4", "5", "x", "exit", "")] == [1.0, 0.5, 0.0, 0.25, 0.0]
 
 
 def test_settings_of_tasks_have_dotted_names_as_in_prime_rl(v1: Room) -> None:
