@@ -19,6 +19,7 @@ _UPDATE: Final = "Update swarmproof here; if it stays, tell whoever runs the oth
 _OTHER_SOURCE: Final = "Try again, or name another source: nothing of what was sent was used."
 _ASK: Final = "Ask the run's operator; `swarmproof audit` checks what the run says of itself."
 _PRINTED: Final = "Copy --run-id, --key and the address from what one `swarmproof publish` printed."
+_CHECK: Final = "`swarmproof env check NAME` tries it, and says what its author has to change."
 _LOGS: Final = "The log above says what came before; `swarmproof -v …` says more."
 
 HINTS: Final[dict[str, str]] = {
@@ -48,7 +49,7 @@ HINTS: Final[dict[str, str]] = {
     "refused": f"{_ADDRESS} `swarmproof status` says where this node stands.",
     # node's parts
     "environment_fault": f"{_UPDATE} The run says which environments it needs.",
-    "unknown_environment": "Install its package where swarmproof is installed; the run's operator knows which.",
+    "unknown_environment": "`swarmproof env install PACKAGE --run run.toml` names one of a package.",
     "claimed_twice": "Leave `package` out of run.toml, or rename the environment.",
     "not_installed": "Read the package first; `swarmproof env install` installs it, `swarmproof env list` shows all.",
     "several_environments": "Name one as NAME==VERSION, or by the beginning of its lock's digest.",
@@ -57,12 +58,16 @@ HINTS: Final[dict[str, str]] = {
     "other_lock": "Have the wheels that the run's operator has, with --find-links, or ask for a lock that fits.",
     "environment_changed": "`swarmproof env remove` it and install it again.",
     "install_failed": "What pip says above is what to mend; --find-links names a folder of wheels.",
-    "package_missing": "Install the named package where swarmproof is installed, then start again.",
+    "package_missing": "Add it to what the environment's package requires, and install that again.",
     "package_version": "Install the named version where swarmproof is installed, then start again.",
-    "environment_version": "Install the named version where swarmproof is installed, then start again.",
-    "environment_missing": "Read its code first, then install it where swarmproof is installed, and start again.",
-    "dataset_digest": "Install the version of the environment, and of its data, that the run's operator has.",
-    "needs_network": "Have its data on this machine first, or take another environment: it gets no network here.",
+    "environment_missing": "`swarmproof env list` says which environments a package offers.",
+    "refused_environment": "docs/environments.md says what can be repeated on every machine; its author may mend it.",
+    "environment_failed": _CHECK,
+    "environment_slow": _CHECK,
+    "environment_died": _CHECK,
+    "environment_garbled": _CHECK,
+    "needs_bound": "Give it a table [environments.problems] with a count in run.toml.",
+    "needs_network": "Have its data in its package, or take another environment: it gets no network.",
     "python_version": "Install swarmproof under the Python that the run names, and start that one.",
     "sandbox_broken": "`swarmproof doctor` says what keeps programs from being run in isolation here.",
     "sandbox_missing": "Install bubblewrap (on Debian: apt install bubblewrap), then start again.",
