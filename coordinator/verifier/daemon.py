@@ -108,7 +108,7 @@ class Verifier:
     async def _datasets(self) -> Mapping[str, Path]:
         """Return the files of the run's datasets: the data folder's, or fetched where that has not all of them."""
         here = self._home.dataset_files
-        has_all = all(dataset.digest in here for dataset in self._home.spec.files)
+        has_all = all(dataset.digest in here for dataset in self._home.spec.datasets)
         return here if has_all else await self._fetched_datasets()
 
     async def _fetched_datasets(self) -> Mapping[str, Path]:
@@ -123,6 +123,7 @@ class Verifier:
             publisher_key=home.public_key,
             sources=self._settings.sources,
             folder=self._settings.state / DATASETS,
+            files=home.spec.datasets,
         ) as feed:
             return {**here, **await feed.fetch()}
 

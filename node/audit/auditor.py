@@ -340,6 +340,7 @@ class _Auditor:
             publisher_key=run_key,
             sources=sources,
             folder=self._state / DATASETS,
+            files=descriptor.spec.datasets,
             may_connect=may_connect,
         ) as feed:
             return {**await feed.fetch(timeout_s=DATASETS_SECONDS), **answers}

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from node.datasets.folder import dataset_name
-from node.protocol.run import RunSpec
+from node.protocol.run import FileSpec, RunSpec
 from node.runtime.signals import root_failure
 from shardcast import ContentClient, ServedState
 from shardcast.errors import LocalFault, ShardcastError, TooSlow
@@ -102,14 +102,15 @@ async def dataset_feed(
     publisher_key: bytes,
     sources: Iterable[str],
     folder: Path,
+    files: Iterable[FileSpec],
     threads: int | None = None,
     may_connect: MayConnect = anywhere,
 ) -> AsyncIterator[DatasetFeed]:
-    """Context manager around the clients of the datasets that `spec` names, which keep their files in `folder`."""
+    """Context manager around the clients of `files` of the run of `spec`, which are kept in `folder`."""
     sources = tuple(sources)
     async with contextlib.AsyncExitStack() as stack:
         clients: dict[str, ContentClient] = {}
-        for dataset in spec.files:
+        for dataset in files:
             client = ContentClient(
                 dataset.digest,
                 size_bytes=dataset.bytes,

@@ -100,6 +100,7 @@ async def _serve(settings: RelaySettings, session: RunSession, watch: Watch) -> 
         publisher_key=session.run_key,
         sources=settings.upstreams,
         folder=settings.state / DATASETS,
+        files=descriptor.spec.files,
         threads=settings.threads,
         may_connect=may_connect,
     ) as datasets:

@@ -18,6 +18,7 @@ from node.protocol.messages import RelayList
 from node.relay.advice import sources_of
 from node.runtime.signals import root_failure
 from node.worker.complaints import WarnOnce
+from node.worker.environments import missing_locks
 from node.worker.leases import REFUSED_PAUSE_SECONDS
 from shardcast.urls import valid_sources
 
@@ -25,13 +26,17 @@ from shardcast.urls import valid_sources
 def worker_datasets(
     session: RunSession, *, state: Path, threads: int | None
 ) -> contextlib.AbstractAsyncContextManager[DatasetFeed]:
-    """Return the clients of the run's datasets, a context manager; files are kept in `state`."""
+    """Return the clients of the run's datasets, and of the locks of environments that are not installed here, a context
+    manager; files are kept in `state`.
+    """
+    spec = session.descriptor.spec
     return dataset_feed(
-        session.descriptor.spec,
+        spec,
         run_id=session.join.run_id,
         publisher_key=session.run_key,
         sources=valid_sources(session.descriptor.relays),
         folder=state / DATASETS,
+        files=(*spec.datasets, *missing_locks(spec)),
         threads=threads,
         may_connect=not_nearer(lambda: session.client.reach),
     )

@@ -10,17 +10,25 @@ from node.environments.base import EnvironmentFault
 from node.environments.isolated.install import install_lock
 from node.environments.isolated.lock import read_lock
 from node.environments.isolated.store import EnvironmentStore
-from node.protocol.environment_spec import PackageSpec
+from node.protocol.environment_spec import FileSpec, PackageSpec
 from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
 
 
+def missing_locks(spec: RunSpec) -> tuple[FileSpec, ...]:
+    """Return the locks of the run's environments that are not installed here, each once."""
+    here = {one.folder.name for one in EnvironmentStore.default().installed()}
+    packages = (one.package for one in spec.environments)
+    locks = dict.fromkeys(one.lock for one in packages if isinstance(one, PackageSpec))
+    return tuple(lock for lock in locks if lock.digest not in here)
+
+
 def prepare_environments(spec: RunSpec, files: Mapping[str, Path], *, may_install: bool) -> None:
     """Install the run's environments that are missing, or say how; blocks for minutes where it installs.
 
-    `files` are the run's, by digest, with the locks among them. Raises EnvironmentFault where all are missing and
-    nothing may be installed, one has changed, or an installation fails.
+    `files` are the run's, by digest, with the `missing_locks` among them. Raises EnvironmentFault where all are missing
+    and nothing may be installed, one has changed, or an installation fails.
     """
     store, missing = EnvironmentStore.default(), 0
     for environment in spec.environments:

@@ -135,7 +135,7 @@ async def test_a_dataset_that_nobody_has_does_not_keep_others_waiting(swarm, tmp
         async with relaying(relay_settings(swarm, tmp_path / "relay", url)):
             await swarm.until(lambda: arrived(tmp_path / "relay", there))
         sources = {"run_id": RUN_ID, "publisher_key": PUBLIC_KEY, "sources": (url,), "folder": tmp_path / "auditor"}
-        async with dataset_feed(swarm.coordinator.spec, **sources) as feed:
+        async with dataset_feed(swarm.coordinator.spec, files=swarm.coordinator.spec.files, **sources) as feed:
             with pytest.raises(TooSlow):
                 await feed.fetch(timeout_s=1.0)
 
@@ -145,7 +145,8 @@ async def test_a_source_says_what_it_keeps_and_has_sent_of_each_dataset(swarm, t
     dataset, never = made(tmp_path / "made"), made(tmp_path / "never", sums(3))
     sources = {"run_id": RUN_ID, "publisher_key": PUBLIC_KEY, "folder": tmp_path / "state"}
     with serving(tmp_path, dataset, never) as url:
-        async with dataset_feed(spec_over(swarm.spec, dataset), sources=(url,), **sources) as feed:
+        spec = spec_over(swarm.spec, dataset)
+        async with dataset_feed(spec, files=spec.files, sources=(url,), **sources) as feed:
             await feed.fetch()
         async with aiohttp.ClientSession(url) as http:
             async with http.get("/v1/status") as answer:
