@@ -42,9 +42,7 @@ MODULES = frozenset({
 # fmt: on
 """What can be imported: modules that know nothing of the machine, and `sys` and `time`, which are ours."""
 
-SEPARATOR = "\0"
-"""Between the outputs of cells."""
-
+SEPARATOR = "\0"  # between the outputs of cells
 DONE, STOPPED = 0, 1
 _VALUE_HASHES: tuple[Any, ...] = (int.__hash__, str.__hash__, bytes.__hash__)
 _OWN = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
@@ -59,8 +57,7 @@ class Printed(io.StringIO):
     """What a cell printed, of which the beginning is kept."""
 
     def write(self, text: str) -> int:
-        if self.tell() < MOST_PRINTED:
-            super().write(text[:MOST_PRINTED])
+        super().write(text[: max(0, MOST_PRINTED - self.tell())])
         return len(text)
 
 
@@ -154,28 +151,12 @@ class Cells:
             finally:
                 sys.settrace(counted)
 
-        def opened(*_: object, **__: object) -> Any:
-            raise PermissionError("there are no files here")
-
-        def evaluated(source: Any, scope: Any = None, local: Any = None, /) -> Any:
-            return run(source, "eval", scope, local)
-
-        def executed(source: Any, scope: Any = None, local: Any = None, /) -> None:
-            run(source, "exec", scope, local)
-
-        def run(source: Any, mode: str, scope: Any, local: Any) -> Any:
-            caller = sys._getframe(2)  # noqa: SLF001  (as `eval` itself does)
-            if isinstance(source, str):
-                source = _ordered_code(source.lstrip(" \t") if mode == "eval" else source, "<string>", mode)
-            if scope is None:
-                scope, local = caller.f_globals, caller.f_locals if local is None else local
-            return eval(source, scope, local)  # noqa: S307  (this is the place for it)
-
         system = _system(self._printed)
         return {
             **builtins.__dict__,
             "__build_class__": build,
             "__import__": imported,
+            "compile": compiled,
             "eval": evaluated,
             "exec": executed,
             "exit": leave,
@@ -192,6 +173,38 @@ class Cells:
 def leave(*_: object) -> None:
     """End the cell, as `exit` does."""
     raise SystemExit
+
+
+def opened(*_: object, **__: object) -> Any:
+    """Refuse to open a file."""
+    raise PermissionError("there are no files here")
+
+
+def evaluated(source: Any, scope: Any = None, local: Any = None, /) -> Any:
+    """`eval`, with ordered sets."""
+    return _run_text(source, "eval", scope, local)
+
+
+def executed(source: Any, scope: Any = None, local: Any = None, /) -> None:
+    """`exec`, with ordered sets."""
+    _run_text(source, "exec", scope, local)
+
+
+def compiled(source: Any, file: str, mode: str, *others: Any, **settings: Any) -> Any:
+    """`compile`, with ordered sets where it has no options."""
+    plain = isinstance(source, str) and not others and not settings
+    return _ordered_code(source, file, mode) if plain else compile(source, file, mode, *others, **settings)
+
+
+def _run_text(source: Any, mode: str, scope: Any, local: Any) -> Any:
+    caller = sys._getframe(2)  # noqa: SLF001  (as `eval` itself does)
+    if isinstance(source, str):
+        source = _ordered_code(source.lstrip(" \t") if mode == "eval" else source, "<string>", mode)
+    if scope is None:
+        scope, local = caller.f_globals, caller.f_locals if local is None else local
+    if isinstance(scope, dict):  # `eval` would put those of this file there
+        scope.setdefault("__builtins__", caller.f_builtins)
+    return eval(source, scope, local)  # noqa: S307  (this is the place for it)
 
 
 def _system(printed: io.StringIO) -> Any:
@@ -348,17 +361,14 @@ class MutableSet(FrozenSet, abc.MutableSet):  # type: ignore[type-arg]
         for other in others:
             self._items.update(dict.fromkeys(other))
 
-    def _replace(self, items: Iterable[Any]) -> None:
-        self._items = dict.fromkeys(items)
-
     def intersection_update(self, *others: Iterable[Any]) -> None:
-        self._replace(self.intersection(*others))
+        self._items = dict.fromkeys(self.intersection(*others))
 
     def difference_update(self, *others: Iterable[Any]) -> None:
-        self._replace(self.difference(*others))
+        self._items = dict.fromkeys(self.difference(*others))
 
     def symmetric_difference_update(self, other: Iterable[Any]) -> None:
-        self._replace(self.symmetric_difference(other))
+        self._items = dict.fromkeys(self.symmetric_difference(other))
 
 
 def answer(steps: int, cells: Sequence[str], wanted: int, answers: int) -> None:
