@@ -205,7 +205,7 @@ def test_a_hostile_program_costs_a_verifier_no_more_than_its_budget() -> None:
         say("10**10**10")
     after = os.times()
     used = sum(after[:4]) - sum(before[:4])
-    assert 0.9 < used < 2.0
+    assert used < 2.0, "an answer to `code` has four seconds"
 
 
 def test_slow_code_has_no_reply_though_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
