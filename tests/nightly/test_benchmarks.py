@@ -166,6 +166,11 @@ CASES = {
         equal={"nodes": 6, "hostile": 2, "hostile_alive": 2, "killed_by_input": 0},
     ),
     "plan": Case("--sizes 2M", "memory_error_share", sections=["rows"]),
+    "programs": Case(
+        "--programs 40 --busy 0",
+        "random_programs replies replies_differ in_doubt ms_p50",
+        equal={"random_programs": 40, "replies_differ": 0},
+    ),
     "realsize": Case(
         "--only swarm verify step --layers 2 --step-layers 1 --vocabulary 8192 --rounds 1 --threads 1 --no-peer",
         """parameters step_vs_trl step_share_of_matmul_peak verify_share_of_matmul_peak worker_peak_over_policy
@@ -223,6 +228,11 @@ CASES = {
             "disk_verifier": 2.2,
             "archived_fetch_bytes": 1.3,
         },
+        sections=["rows"],
+    ),
+    "tool": Case(
+        "--seeds 1 --steps 1 --problems 8 --warm-start 0.02",
+        "before after gain calls_before calls_after gain_min call_cpu_ms budget_cpu_ms doubt_cpu_ms seconds",
         sections=["rows"],
     ),
     "toploc": Case(
