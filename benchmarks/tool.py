@@ -50,9 +50,9 @@ from node.sandbox.cells import run_cells
 from node.sandbox.root import PYTHON_VERSION
 
 DIGITS, GROUPS, GROUP_SIZE, STEPS = 2, 16, 8, 12
-NOISE = 0.05
+NOISE = 0.03
 STAGES = (
-    WarmStartStage(150, NOISE, NOISE, guesses=0.0, learning_rate=3e-3, warmup_steps=20),
+    WarmStartStage(400, NOISE, NOISE, guesses=0.0, learning_rate=3e-3, warmup_steps=20),
     WarmStartStage(40, NOISE, NOISE, guesses=0.75, learning_rate=5e-4, warmup_steps=1),
 )
 END_OF_TURN = "<eos>"
