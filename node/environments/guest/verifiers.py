@@ -34,6 +34,9 @@ def load(query: Json) -> Adapter:
         # Its own load_environment imports whatever it is told.
         raise Unusable("refused_environment", f"name an environment class of {name}, as {name}:Class")
     _check_module(name)
+    if importlib.util.find_spec("textarena") is not None:
+        # Its games download their words each time that one is made; what is not installed is missing all the same.
+        importlib.import_module("nltk").download = lambda *_, **__: False  # type: ignore[attr-defined]
     try:
         module = importlib.import_module(name)
     except ImportError as error:
