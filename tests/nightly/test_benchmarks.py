@@ -79,6 +79,10 @@ CASES = {
         equal={"honest_rollouts": 64, "changed_prompt_rollout": 1},
     ),
     "economics": Case("--slots 500 --floors 1", "best_cheat_over_honest", sections=["floors", "prices"]),
+    "environments": Case(
+        "--only boundary --completions 20",
+        "in_process_ms_per_completion_p50 boundary_ms_per_completion_p50 boundary_ms_per_completion_p99",
+    ),
     "families": Case(
         "--only llama finch --groups 4 --cheat-groups 2",
         """families honest_rejected perturbed_caught noise_1pct_caught other_prompt_caught router_perturbed_caught

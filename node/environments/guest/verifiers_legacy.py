@@ -13,6 +13,7 @@ import importlib.util
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -69,7 +70,7 @@ class Replay:
 
     def loaded(self) -> Json:
         kept = ("prompt", "answer", "info", "task")
-        rows = (self._rows[index] for index in range(self._count))
+        rows = islice(iter(self._rows), self._count)
         return {
             "problems": self._count,
             "several_turns": not isinstance(self._environment, self._package.SingleTurnEnv),

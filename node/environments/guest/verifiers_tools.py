@@ -13,7 +13,7 @@ from typing import Any
 from .adapter import Json, Unusable
 
 
-def check_toolsets(toolsets: Iterable[Any]) -> None:
+def _check_toolsets(toolsets: Iterable[Any]) -> None:
     """Raise Unusable for toolsets that run elsewhere."""
     for toolset in toolsets:
         runtime = getattr(toolset.config, "runtime", None)
@@ -29,7 +29,7 @@ class ToolServers:
     def __init__(self, toolsets: Iterable[Any], *, shared: bool = False) -> None:
         self._toolsets = list(toolsets)
         self._shared = shared
-        check_toolsets(self._toolsets)
+        _check_toolsets(self._toolsets)
         self._servers = {toolset.server_name: _server_of(toolset) for toolset in self._toolsets}
         self._names: dict[str, tuple[Any, Any, str]] = {}
         for toolset in self._toolsets:
@@ -45,7 +45,7 @@ class ToolServers:
             if not self._shared:
                 await toolset.setup_task(data)
 
-    async def schemas(self) -> list[Json]:
+    def schemas(self) -> list[Json]:
         """Return the tools' schemas, in the order of the toolsets."""
         return [
             {"name": full, "description": tool.description or "", "parameters": tool.parameters}
