@@ -147,6 +147,13 @@ CASES = {
         equal={"keys_until_most_bits": 768},
         sections=["rows"],
     ),
+    "machines": Case(
+        "--groups 12 --cheat-groups 2 --warm-start 0.01 --dtypes float32",
+        """rejected_own_float32 rejected_accepted_float32 stopped_accepted_float32 int8_own_float32
+        noise_accepted_float32 left_out_float32 liar_int8_float32 recording_bytes_per_token_float32""",
+        equal={"liar_left_out_float32": 1},
+        sections=["pairs"],
+    ),
     "memory": Case(
         "--hidden 128 --layers 2 --vocabulary 2000 --ranks 2",
         """parameters start_bytes_per_parameter step_bytes_per_parameter publish_extra_tensors
