@@ -29,7 +29,7 @@ _MARKUP: Final = re.compile(r"<\|[a-z_]{1,32}\|>(?:system|user|assistant|tool)?\
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Passage:
     """A piece of what was said, made visible; `name` is that of a call's function."""
 
     kind: Literal["text", "thought", "call", "result"]
@@ -42,7 +42,7 @@ class Utterance:
     """What the model wrote in one turn, or what the environment replied."""
 
     is_models: bool
-    parts: Sequence[Part]
+    parts: Sequence[Passage]
 
 
 def conversation_of(row: RowEvidence, *, most_tokens: int) -> list[Utterance]:
@@ -67,33 +67,33 @@ def _opened(text: str) -> str:
     return f"<think>{text}" if mark and "<think>" not in thought else text
 
 
-def _parts(text: str) -> Iterator[Part]:
+def _parts(text: str) -> Iterator[Passage]:
     at = 0
     for count, marked in enumerate(_MARKED.finditer(text)):
         if count >= MOST_PARTS:
             break
         if plain := text[at : marked.start()].strip():
-            yield Part("text", _shown(plain))
+            yield Passage("text", _shown(plain))
         at = marked.end()
         if marked["call"] is not None:
             yield _call(marked["call"])
         elif marked["thought"] is None:
-            yield Part("result", _shown(marked["result"].strip()))
+            yield Passage("result", _shown(marked["result"].strip()))
         elif marked["thought"].strip():
-            yield Part("thought", _shown(marked["thought"].strip()))
+            yield Passage("thought", _shown(marked["thought"].strip()))
     if plain := text[at:].strip():
-        yield Part("text", _shown(plain))
+        yield Passage("text", _shown(plain))
 
 
-def _call(written: str) -> Part:
+def _call(written: str) -> Passage:
     """Return a call with its arguments a line each, code as it is; one that is no JSON as it was written."""
     try:
         call = json.loads(written)
         name, arguments = str(call["name"]), call.get("arguments", {})
         lines = [_argument(key, value) for key, value in arguments.items()]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return Part("call", _shown(written.strip()), "not a call")
-    return Part("call", _shown("\n".join(lines)), visible(name, most=64))
+        return Passage("call", _shown(written.strip()), "not a call")
+    return Passage("call", _shown("\n".join(lines)), visible(name, most=64))
 
 
 def _argument(key: str, value: object) -> str:

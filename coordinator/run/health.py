@@ -65,7 +65,7 @@ RULES: Final = (NO_TRAINER, NO_VERIFIER, NO_RELAY, NO_LEADER, QUEUE_TOO_OLD, NO_
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Complaint:
     """A rule that is broken, in a sentence with its figures."""
 
     rule: Rule
@@ -77,7 +77,7 @@ class Health:
     """The state of a run, with what is wrong, the worst first."""
 
     state: State
-    problems: Sequence[Problem]
+    problems: Sequence[Complaint]
 
     @property
     def headline(self) -> str:
@@ -135,21 +135,21 @@ def judge_health(signs: Signs, *, spec: RunSpec, now: float) -> Health:
     return Health(problems[0].rule.state if problems else State.WORKS, problems)
 
 
-def _problems(signs: Signs, *, now: float) -> Iterator[Problem]:
+def _problems(signs: Signs, *, now: float) -> Iterator[Complaint]:
     for role, rule in ((Role.TRAINER, NO_TRAINER), (Role.VERIFIER, NO_VERIFIER), (Role.LEADER, NO_LEADER)):
         seen = next((one.seen_at for one in signs.heartbeats if one.role is role), None)
         if seen is None:
-            yield Problem(rule, f"No {role.value} has been started.")
+            yield Complaint(rule, f"No {role.value} has been started.")
         elif now - seen > AWAY_SECONDS:
-            yield Problem(rule, f"The {role.value} stopped {_ago(now - seen)} ago.")
+            yield Complaint(rule, f"The {role.value} stopped {_ago(now - seen)} ago.")
     if not signs.has_sources:
-        yield Problem(NO_RELAY, "There is no relay: workers cannot fetch policies.")
+        yield Complaint(NO_RELAY, "There is no relay: workers cannot fetch policies.")
     if signs.waiting_since is not None and now - signs.waiting_since > OLD_SECONDS:
-        yield Problem(QUEUE_TOO_OLD, f"A submission has waited {_ago(now - signs.waiting_since)} for a verdict.")
+        yield Complaint(QUEUE_TOO_OLD, f"A submission has waited {_ago(now - signs.waiting_since)} for a verdict.")
     if signs.last_step_at is not None and now - signs.last_step_at > STEP_SECONDS:
-        yield Problem(NO_STEP, f"No training step has ended for {_ago(now - signs.last_step_at)}.")
+        yield Complaint(NO_STEP, f"No training step has ended for {_ago(now - signs.last_step_at)}.")
     if signs.free_share < LEAST_FREE:
-        yield Problem(DISK, f"{signs.free_share:.0%} of the disk of the run's data is free.")
+        yield Complaint(DISK, f"{signs.free_share:.0%} of the disk of the run's data is free.")
 
 
 def _ago(seconds: float) -> str:

@@ -18,20 +18,20 @@ Every function takes a write transaction, the time and the run's spec, and keeps
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from sqlalchemy import Connection, Select
 
-from coordinator.storage import gaps, locks, pools
+from coordinator.storage import gaps, locks
 from coordinator.storage import work_statements as statements
 from coordinator.storage.places import place_of
 from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
+from coordinator.storage.slot_supply import TakenSlot, capacity_of, lacked_environments, open_new, take_open
 from coordinator.storage.standing import backoff_seconds, most_slots, note_return, start_backoff
-from node.protocol.environment_spec import PackageSpec
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
@@ -93,21 +93,13 @@ def lease(
     if standing.proven:
         who["seen_since"] = now - OF_LATE_SECONDS
         _reopen_late(connection, at, node=node, place=place, versions=usable, most=wanted, spec=spec, now=now)
-    lacks = _lacks(request, spec)
-    chosen = _take_open(connection, who, proven=standing.proven, versions=usable, most=wanted, lacks=lacks)
+    lacks = lacked_environments(request, spec)
+    chosen = take_open(connection, who, proven=standing.proven, versions=usable, most=wanted, lacks=lacks)
     if at.head in usable and len(chosen) < wanted and all(row.version == at.head for row in chosen):
         most = wanted - len(chosen)
-        chosen += _open_new(connection, at=at, manifest=manifest, most=most, lacks=lacks, spec=spec, now=now)
+        chosen += open_new(connection, at=at, manifest=manifest, most=most, lacks=lacks, spec=spec, now=now)
     granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
     return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
-
-
-def _lacks(request: LeaseRequest, spec: RunSpec) -> frozenset[int]:
-    """Return which of the run's environments the node says it lacks; only those of packages can be missing."""
-    if isinstance(request.lacks, UnsetType):
-        return frozenset()
-    packaged = {number for number, one in enumerate(spec.environments) if isinstance(one.package, PackageSpec)}
-    return frozenset(request.lacks) & packaged
 
 
 def _usable_versions(
@@ -245,15 +237,6 @@ class _LeaseRow:
     at: Progress
 
 
-@dataclass(frozen=True, slots=True)
-class _SlotRow:
-    id: int
-    version: int
-    number: int
-    manifest_digest: str
-    candidate: int | None = None
-
-
 def _end_lease(connection: Connection, name: str, state: LeaseState, *, now: float) -> bool:
     """End an active lease and reopen its slot; return False if it is not active any more."""
     ended = connection.execute(statements.END_LEASE, {"of_lease": name, "new_state": state, "now": now}).rowcount > 0
@@ -308,16 +291,11 @@ def newcomers_capacity(connection: Connection, spec: RunSpec) -> int:
 
 
 def _unproven_share(at: Progress, *, spec: RunSpec) -> int:
-    return max(1, _capacity(at, spec=spec) // 2)
+    return max(1, capacity_of(at, spec=spec) // 2)
 
 
 def _count(connection: Connection, statement: Select[Any], **values: str) -> int:
     return int(connection.execute(statement, values).scalar_one())
-
-
-def _capacity(at: Progress, *, spec: RunSpec) -> int:
-    """Return how many slots may be in flight."""
-    return (min(at.head + spec.batch.max_async + 1, spec.training.steps) - at.next_step) * spec.batch.groups_per_step
 
 
 def active_leases(connection: Connection, slot_ids: Sequence[int]) -> list[tuple[str, str]]:
@@ -336,74 +314,8 @@ def unjudged(connection: Connection, node: str) -> int:
     return _count(connection, statements.UNJUDGED, node=node)
 
 
-def _take_open(
-    connection: Connection,
-    who: Mapping[str, str | float],
-    *,
-    proven: bool,
-    versions: list[int],
-    most: int,
-    lacks: Collection[int],
-) -> list[_SlotRow]:
-    """Take reopened slots, oldest first, all of one version; `who` has the node, its place, and since when (`lately`)
-    that place may not have given the slot up. None is of the environments `lacks`.
-
-    Slots that failed MOST_FAILURES times go to proven nodes only: near a run's end, free keys could otherwise fail the
-    few remaining slots again and again.
-    """
-    given: dict[str, Any] = {**who, "versions": versions, "most": most}
-    if lacks:
-        query = statements.OPEN_SLOTS_IT_HAS if proven else statements.OPEN_SLOTS_IT_HAS_FOR_UNPROVEN
-        given["lacks"] = sorted(lacks)
-    else:
-        query = statements.OPEN_SLOTS if proven else statements.OPEN_SLOTS_FOR_UNPROVEN
-    found = connection.execute(query, given)
-    rows = [_SlotRow(*row) for row in found]
-    rows = [row for row in rows if row.version == rows[0].version]
-    for row in rows:
-        connection.execute(statements.SLOT_STATE, {"slot": row.id, "new_state": SlotState.LEASED})
-    return rows
-
-
-def _open_new(
-    connection: Connection,
-    *,
-    at: Progress,
-    manifest: str,
-    most: int,
-    lacks: Collection[int],
-    spec: RunSpec,
-    now: float,
-) -> list[_SlotRow]:
-    """Open and take new slots of the newest policy, whose digest is `manifest`, within the capacity.
-
-    Slots already open are not for this node: it lacks the policy or failed them. They do not count where the next step
-    would lack groups if no other node took them. Stops if a newer policy is recorded meanwhile.
-
-    New slots of the environments `lacks` are left open for others. They count, or a node could have slots opened until
-    enough are of the environments that it likes.
-    """
-    capacity = _capacity(at, spec=spec)
-    under_way, waiting, last = connection.execute(statements.SLOTS_NOW, {"version": at.head}).one()
-    reserve = 0 if lacks else min(capacity, spec.batch.groups_per_step)
-    room = min(most, max(capacity - waiting, reserve) - under_way)
-    first = 0 if last is None else last + 1
-    taken = []
-    for number in range(first, first + room):
-        try:
-            drawn = pools.slot_columns(connection, spec=spec, version=at.head, manifest_digest=manifest, number=number)
-        except pools.HeadMoved:
-            break
-        state = SlotState.OPEN if drawn.get("environment") in lacks else SlotState.LEASED
-        values = {"version": at.head, "number": number, "state": state, "opened_at": now} | drawn
-        added = connection.execute(statements.NEW_SLOT, values).scalar_one()
-        if state is SlotState.LEASED:
-            taken.append(_SlotRow(added, at.head, number, manifest, drawn.get("candidate")))
-    return taken
-
-
-def _issue_lease(connection: Connection, row: _SlotRow, *, node: str, spec: RunSpec, now: float) -> Lease:
-    """Lease a slot that `_take_open` or `_open_new` took."""
+def _issue_lease(connection: Connection, row: TakenSlot, *, node: str, spec: RunSpec, now: float) -> Lease:
+    """Lease a slot that `take_open` or `open_new` took."""
     name = secrets.token_hex(32)
     expires_at = now + spec.batch.lease_seconds
     held = {"lease": name, "slot_id": row.id, "node": node, "state": LeaseState.ACTIVE}

@@ -18,7 +18,7 @@ TAG = "swarmproof"
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRow:
+class RunnerRow:
     """One request in a step: `ours` is what its `extra_args` have under TAG, None for a request of somebody else.
 
     Of its tokens `computed` were read before the step and `scheduled` are read in it, which begin at row `start` of the
@@ -36,12 +36,12 @@ class BatchRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RunnerStep:
     """A step between its forward pass and its sampling: `hidden` [tokens, H] and `sampled` [rows, H], a row for each
     of `rows`, after the last norm.
     """
 
-    rows: list[BatchRow]
+    rows: list[RunnerRow]
     hidden: Tensor
     sampled: Tensor
 
@@ -49,7 +49,7 @@ class Step:
 class RunnerView(Protocol):
     """Reads the steps of one model runner."""
 
-    def step(self) -> Step | None:
+    def step(self) -> RunnerStep | None:
         """Return the step that is to be sampled; None where this process holds no final hidden states."""
 
 
@@ -59,13 +59,13 @@ class RunnerV1:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
-    def step(self) -> Step | None:
+    def step(self) -> RunnerStep | None:
         state = self._runner.execute_model_state
         if state is None:
             return None
-        return Step(self._rows(state.scheduler_output), state.hidden_states, state.sample_hidden_states)
+        return RunnerStep(self._rows(state.scheduler_output), state.hidden_states, state.sample_hidden_states)
 
-    def _rows(self, scheduled: Any) -> list[BatchRow]:
+    def _rows(self, scheduled: Any) -> list[RunnerRow]:
         runner, batch = self._runner, self._runner.input_batch
         resumed, partial = scheduled.scheduled_cached_reqs.resumed_req_ids, runner.discard_request_mask.np
         rows = []
@@ -73,7 +73,7 @@ class RunnerV1:
             request = runner.requests[request_id]
             computed = int(batch.num_computed_tokens_cpu[row])
             rows.append(
-                BatchRow(
+                RunnerRow(
                     ours=ours_of(request.sampling_params),
                     computed=computed,
                     scheduled=scheduled.num_scheduled_tokens[request_id],
@@ -103,14 +103,14 @@ class RunnerV2:
         self._ours[slot] = ours_of(sampling_params)
         self._added.add(slot)
 
-    def step(self) -> Step | None:
+    def step(self) -> RunnerStep | None:
         state = self._runner.execute_model_state
         if state is None or state.hidden_states is None:
             return None
         hidden = state.hidden_states
-        return Step(self._rows(state.input_batch), hidden, hidden[state.input_batch.logits_indices])
+        return RunnerStep(self._rows(state.input_batch), hidden, hidden[state.input_batch.logits_indices])
 
-    def _rows(self, batch: Any) -> list[BatchRow]:
+    def _rows(self, batch: Any) -> list[RunnerRow]:
         prompts, rows = self._runner.req_states.prompt_len.np, []
         for row, slot in enumerate(batch.idx_mapping_np[: batch.num_reqs].tolist()):
             computed, known = int(batch.num_computed_tokens_np[row]), int(batch.prefill_len_np[row])
@@ -118,7 +118,7 @@ class RunnerV2:
             is_resumed = slot in self._added and known > prompt and computed < known - 1
             self._added.discard(slot)
             rows.append(
-                BatchRow(
+                RunnerRow(
                     ours=self._ours.get(slot),
                     computed=computed,
                     scheduled=scheduled,

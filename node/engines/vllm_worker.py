@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Logits
 
 from node.engines.recorder import DecodeRow, Recorder
 from node.engines.vllm_processes import end_with_owner
-from node.engines.vllm_runners import BatchRow, RunnerV1, RunnerV2, Step, ours_of
+from node.engines.vllm_runners import RunnerRow, RunnerStep, RunnerV1, RunnerV2, ours_of
 from node.protocol.reasons import Refusal
 from node.protocol.run import ProofSpec
 from node.sampling.forced import warm_up
@@ -189,7 +189,7 @@ class ProvingWorker:
         return msgspec.msgpack.encode(answers) if self.rank == 0 else b""
 
 
-def _capture(step: Step) -> None:
+def _capture(step: RunnerStep) -> None:
     """Capture this step's rows [tokens, H] of verifier spans, from each span's first requested row."""
     for row in step.rows:
         if row.ours is None or "first_row" not in row.ours:
@@ -202,7 +202,7 @@ def _capture(step: Step) -> None:
         kept.append(step.hidden[row.start + skipped : row.start + row.scheduled].clone())
 
 
-def _decode_row(row: BatchRow) -> DecodeRow | None:
+def _decode_row(row: RunnerRow) -> DecodeRow | None:
     """Return the completion of which a row draws a token; None for a prompt not read to its end yet."""
     if row.ours is None or "seed" not in row.ours or row.is_partial:
         return None

@@ -15,7 +15,7 @@ from .adapter import Json, RecentValues, Turn, Unusable, field_of, plain_message
 GROUP = "swarmproof.environments"
 
 
-class Plain:
+class PlainClass:
     """One environment; its problems are kept as it made them."""
 
     def __init__(self, load: Json) -> None:

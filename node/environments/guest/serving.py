@@ -25,7 +25,11 @@ LOAD_SECONDS, ANSWER_SECONDS = 600, 60
 """Processor time of a query, after which the process ends: whoever asked may have ended, and waits no longer."""
 
 _MAX_DETAIL = 1000
-_KINDS = {"plain": ("plain", "Plain"), "verifiers": ("verifiers", "load"), "reasoning_gym": ("reasoning_gym", "Gym")}
+_KINDS = {
+    "plain": ("plain", "PlainClass"),
+    "verifiers": ("verifiers", "load"),
+    "reasoning_gym": ("reasoning_gym", "Gym"),
+}
 _NETWORK = frozenset(
     {"socket.connect", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname"}
 )

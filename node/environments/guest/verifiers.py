@@ -49,7 +49,7 @@ def load(query: Json) -> Adapter:
             f"{name} exports no Taskset in __all__, and verifiers {metadata.version('verifiers')} has no other "
             "interface: install it with verifiers<0.4, or write it for verifiers.v1",
         )
-    return importlib.import_module(".verifiers_legacy", __package__).Replay(module, attribute, query)  # type: ignore[no-any-return]
+    return importlib.import_module(".verifiers_legacy", __package__).LegacyReplay(module, attribute, query)  # type: ignore[no-any-return]
 
 
 def distribution_of(module: str) -> str | None:

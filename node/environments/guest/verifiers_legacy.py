@@ -44,7 +44,7 @@ _RESPONSE = "it reads the model's response itself: its tokens or probabilities, 
 _CLIENT = "it calls a model, which is not reproducible"
 
 
-class Replay:
+class LegacyReplay:
     """One environment; the package's methods are coroutines, and run in one event loop."""
 
     def __init__(self, module: ModuleType, attribute: str, load: Json) -> None:

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from coordinator.dashboard.conversation import MOST_CHARACTERS, MOST_PARTS, Part, conversation_of
+from coordinator.dashboard.conversation import MOST_CHARACTERS, MOST_PARTS, Passage, conversation_of
 from coordinator.verifier.evidence import RowEvidence
 
 CALL = json.dumps({"name": "python", "arguments": {"code": "a = 1\nprint(a)", "n": 2}})
 
 
-def shown(*texts: str, most_tokens: int = 10**6) -> list[tuple[bool, list[Part]]]:
+def shown(*texts: str, most_tokens: int = 10**6) -> list[tuple[bool, list[Passage]]]:
     """The conversation of texts, the model's and the environment's in turn, a token for each of its characters."""
     pieces, replies = [], []
     for at, text in enumerate(texts):
@@ -34,10 +34,11 @@ def test_turns_thoughts_calls_and_results_are_told_apart():
     )
     assert said == [
         (True, [
-            Part("thought", "Better ask."), Part("text", "I ask."), Part("call", "a = 1\nprint(a)\nn = 2", "python"),
+            Passage("thought", "Better ask."), Passage("text", "I ask."),
+            Passage("call", "a = 1\nprint(a)\nn = 2", "python"),
         ]),
-        (False, [Part("result", "1")]),
-        (True, [Part("thought", "So it is."), Part("text", "It is 1.")]),
+        (False, [Passage("result", "1")]),
+        (True, [Passage("thought", "So it is."), Passage("text", "It is 1.")]),
     ]  # fmt: skip
 
 
@@ -45,15 +46,18 @@ def test_one_turn_of_plain_text_is_no_conversation():
     assert shown("It is 42.") == []
     assert shown("") == []
     assert shown("1+1", "=2\n", "2") == [
-        (True, [Part("text", "1+1")]),
-        (False, [Part("text", "=2")]),
-        (True, [Part("text", "2")]),
+        (True, [Passage("text", "1+1")]),
+        (False, [Passage("text", "=2")]),
+        (True, [Passage("text", "2")]),
     ]
 
 
 def test_what_is_not_on_the_page_is_not_in_the_conversation():
     assert shown("1+1", "=2\n", "2", most_tokens=2) == []
-    assert shown("1+1", "=2\n", "2", most_tokens=3) == [(True, [Part("text", "1+1")]), (False, [Part("text", "=2")])]
+    assert shown("1+1", "=2\n", "2", most_tokens=3) == [
+        (True, [Passage("text", "1+1")]),
+        (False, [Passage("text", "=2")]),
+    ]
 
 
 @pytest.mark.parametrize(

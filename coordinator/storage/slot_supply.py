@@ -1,0 +1,111 @@
+"""The slots that a lease request takes: reopened ones, then new ones of the newest policy, within the capacity.
+
+Every function takes the write transaction of `work.lease`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UnsetType
+from sqlalchemy import Connection
+
+from coordinator.storage import pools
+from coordinator.storage import work_statements as statements
+from coordinator.storage.progress import Progress
+from coordinator.storage.schema import SlotState
+from node.protocol.environment_spec import PackageSpec
+from node.protocol.messages import LeaseRequest
+from node.protocol.run import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TakenSlot:
+    """A slot that nobody else is leased, and the digest of its policy's manifest."""
+
+    id: int
+    version: int
+    number: int
+    manifest_digest: str
+    candidate: int | None = None
+
+
+def capacity_of(at: Progress, *, spec: RunSpec) -> int:
+    """Return how many slots may be in flight."""
+    return (min(at.head + spec.batch.max_async + 1, spec.training.steps) - at.next_step) * spec.batch.groups_per_step
+
+
+def lacked_environments(request: LeaseRequest, spec: RunSpec) -> frozenset[int]:
+    """Return which of the run's environments the node says it lacks; only those of packages can be missing."""
+    if isinstance(request.lacks, UnsetType):
+        return frozenset()
+    packaged = {number for number, one in enumerate(spec.environments) if isinstance(one.package, PackageSpec)}
+    return frozenset(request.lacks) & packaged
+
+
+def take_open(
+    connection: Connection,
+    who: Mapping[str, str | float],
+    *,
+    proven: bool,
+    versions: list[int],
+    most: int,
+    lacks: Collection[int],
+) -> list[TakenSlot]:
+    """Take reopened slots, oldest first, all of one version; `who` has the node, its place, and since when (`lately`)
+    that place may not have given the slot up. None is of the environments `lacks`.
+
+    Slots that failed MOST_FAILURES times go to proven nodes only: near a run's end, free keys could otherwise fail the
+    few remaining slots again and again.
+    """
+    given: dict[str, Any] = {**who, "versions": versions, "most": most}
+    if lacks:
+        query = statements.OPEN_SLOTS_IT_HAS if proven else statements.OPEN_SLOTS_IT_HAS_FOR_UNPROVEN
+        given["lacks"] = sorted(lacks)
+    else:
+        query = statements.OPEN_SLOTS if proven else statements.OPEN_SLOTS_FOR_UNPROVEN
+    found = connection.execute(query, given)
+    rows = [TakenSlot(*row) for row in found]
+    rows = [row for row in rows if row.version == rows[0].version]
+    for row in rows:
+        connection.execute(statements.SLOT_STATE, {"slot": row.id, "new_state": SlotState.LEASED})
+    return rows
+
+
+def open_new(
+    connection: Connection,
+    *,
+    at: Progress,
+    manifest: str,
+    most: int,
+    lacks: Collection[int],
+    spec: RunSpec,
+    now: float,
+) -> list[TakenSlot]:
+    """Open and take new slots of the newest policy, whose digest is `manifest`, within the capacity.
+
+    Slots already open are not for this node: it lacks the policy or failed them. They do not count where the next step
+    would lack groups if no other node took them. Stops if a newer policy is recorded meanwhile.
+
+    New slots of the environments `lacks` are left open for others. They count, or a node could have slots opened until
+    enough are of the environments that it likes.
+    """
+    capacity = capacity_of(at, spec=spec)
+    under_way, waiting, last = connection.execute(statements.SLOTS_NOW, {"version": at.head}).one()
+    reserve = 0 if lacks else min(capacity, spec.batch.groups_per_step)
+    room = min(most, max(capacity - waiting, reserve) - under_way)
+    first = 0 if last is None else last + 1
+    taken = []
+    for number in range(first, first + room):
+        try:
+            drawn = pools.slot_columns(connection, spec=spec, version=at.head, manifest_digest=manifest, number=number)
+        except pools.HeadMoved:
+            break
+        state = SlotState.OPEN if drawn.get("environment") in lacks else SlotState.LEASED
+        values = {"version": at.head, "number": number, "state": state, "opened_at": now} | drawn
+        added = connection.execute(statements.NEW_SLOT, values).scalar_one()
+        if state is SlotState.LEASED:
+            taken.append(TakenSlot(added, at.head, number, manifest, drawn.get("candidate")))
+    return taken
