@@ -162,25 +162,34 @@ def calibrate(
         _record(resolved, settings, record, key, as_json=as_json)
     else:
         out = out or run_file.with_name(f"{run_file.stem}.calibrated.toml")
-        _fit(text, spec, settings, out=out, report=report, as_json=as_json)
+        _fit(text, spec, resolved, settings, out=out, report=report, as_json=as_json)
 
 
 def _fit(
-    text: str, spec: RunSpec, settings: CalibrationSettings, *, out: Path, report: Path | None, as_json: bool
+    text: str,
+    spec: RunSpec,
+    resolved: RunSpec,
+    settings: CalibrationSettings,
+    *,
+    out: Path,
+    report: Path | None,
+    as_json: bool,
 ) -> None:
-    """Calibrate the run of the run.toml `text`, write the files, and say what was found."""
+    """Calibrate the run of the run.toml `text`, write the files, and say what was found.
+
+    `spec` is what that says, `resolved` the same with its chat template as data.
+    """
     from rich.console import Console
 
     from coordinator.calibration.procedure import calibrate as run
     from coordinator.calibration.view import WIDTH, show
     from coordinator.calibration.write_limits import calibrated_text
-    from coordinator.run.chat import resolve_chat
 
     calibrated_text(text, spec, remarks=())  # fail early for a file that cannot take limits
     out.parent.mkdir(parents=True, exist_ok=True)
     if report is not None:
         report.mkdir(parents=True, exist_ok=True)
-    found = asyncio.run(run(resolve_chat(spec), settings))
+    found = asyncio.run(run(resolved, settings))
     result = msgspec.structs.replace(found.spec, sampling=spec.sampling)  # a chat template stays a name in the file
     _write(out, calibrated_text(text, result, remarks=found.remarks).encode())
     line = found.render_json(out=str(out))
