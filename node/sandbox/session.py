@@ -42,6 +42,9 @@ MODULES = frozenset({
 # fmt: on
 """What can be imported: modules that know nothing of the machine, and `sys` and `time`, which are ours."""
 
+ADDRESS = "at 0x"
+_CONVERSIONS = {ord("s"): " str", ord("r"): "repr", ord("a"): "ascii"}
+_SET_OPERATORS = (_ast.BitOr, _ast.BitAnd, _ast.BitXor, _ast.Sub)
 SEPARATOR = "\0"  # between the outputs of cells
 DONE, STOPPED = 0, 1
 _VALUE_HASHES: tuple[Any, ...] = (int.__hash__, str.__hash__, bytes.__hash__)
@@ -165,8 +168,14 @@ class Cells:
             "id": number,
             "open": opened,
             "quit": leave,
+            "ascii": lambda value, /: cleaned(ascii(value)),
+            "format": formatted,
+            "repr": as_repr,
             "set": MutableSet,
+            # Names that no source can have.
+            " clean": cleaned,
             " set": MutableSet,
+            " str": as_text,
         }
 
 
@@ -238,30 +247,83 @@ def _ordered_code(source: Any, file: str, mode: str) -> CodeType:
 
 
 def _order_sets(tree: Any) -> None:
-    """Replace displays and comprehensions of sets by calls of the set that keeps the order of insertion."""
+    """Replace what makes sets, and what makes text of objects, by calls that show no address."""
     left = [tree]
     while left:
         node = left.pop()
         for name in node._fields:
             value = getattr(node, name, None)
             if isinstance(value, list):
-                value[:] = [_ordered(item) for item in value]
                 left += [item for item in value if isinstance(item, _ast.AST)]
+                value[:] = [_replaced(item, node) for item in value]
             elif isinstance(value, _ast.AST):
-                value = _ordered(value)
-                setattr(node, name, value)
                 left.append(value)
+                setattr(node, name, _replaced(value, node))
 
 
-def _ordered(node: Any) -> Any:
-    if not isinstance(node, _ast.Set | _ast.SetComp):
-        return node
-    at = {name: getattr(node, name) for name in ("lineno", "col_offset", "end_lineno", "end_col_offset")}
-    if isinstance(node, _ast.Set):
-        items: Any = _ast.Tuple(node.elts, _ast.Load(), **at)
+def _replaced(node: Any, parent: Any) -> Any:
+    kind, inner, is_sum = type(node), node, type(parent) is _ast.BinOp and type(parent.op) in _SET_OPERATORS
+    if kind is _ast.FormattedValue and node.conversion in _CONVERSIONS:  # before it is filled up to a width
+        name = _named(_CONVERSIONS[node.conversion], node)
+        node.value, node.conversion = _placed(_ast.Call(name, [node.value], []), node), -1
+    if kind is _ast.Name and node.id == "str" and _makes_text(parent, node):
+        return _named(" str", node)
+    if kind is _ast.Set:
+        name, inner = " set", _placed(_ast.Tuple(node.elts, _ast.Load()), node)
+    elif kind is _ast.SetComp:
+        name, inner = " set", _placed(_ast.GeneratorExp(node.elt, node.generators), node)
+    elif is_sum and kind is _ast.Call and getattr(node.func, "attr", "") in ("keys", "items"):
+        name = " set"
+    elif (
+        (kind is _ast.JoinedStr and type(parent) is not _ast.FormattedValue)
+        or (kind is _ast.Call and getattr(node.func, "attr", "") == "format")
+        or (kind is _ast.BinOp and type(node.op) is _ast.Mod and type(getattr(node.left, "value", 0)) is str)
+    ):
+        name = " clean"
     else:
-        items = _ast.GeneratorExp(node.elt, node.generators, **at)
-    return _ast.Call(_ast.Name(" set", _ast.Load(), **at), [items], [], **at)
+        return node
+    return _placed(_ast.Call(_named(name, node), [inner], []), node)
+
+
+def _makes_text(parent: Any, node: Any) -> bool:
+    """Tell whether `str` is called here, or handed to what calls it."""
+    if type(parent) is _ast.keyword:
+        return parent.arg in ("key", "default")
+    is_call = type(parent) is _ast.Call
+    return is_call and (parent.func is node or getattr(parent.func, "id", "") == "map")
+
+
+def _named(name: str, at: Any) -> Any:
+    return _placed(_ast.Name(name, _ast.Load()), at)
+
+
+def _placed(node: Any, at: Any) -> Any:
+    for name in ("lineno", "col_offset", "end_lineno", "end_col_offset"):
+        setattr(node, name, getattr(at, name))
+    return node
+
+
+def cleaned(text: Any) -> Any:
+    """Return a text without the addresses in it; anything else as it is."""
+    if not isinstance(text, str) or ADDRESS not in text:
+        return text
+    first, *others = text.split(ADDRESS)
+    return first + "".join([f"{ADDRESS}0{other.lstrip('0123456789abcdefABCDEF')}" for other in others])
+
+
+def as_text(*value: Any, **settings: Any) -> Any:
+    """`str`, without addresses."""
+    return cleaned(str(*value, **settings))
+
+
+def as_repr(value: Any, /) -> Any:
+    """`repr`, without addresses."""
+    return cleaned(repr(value))
+
+
+def formatted(value: Any, form: str = "", /) -> Any:
+    """`format`, without addresses."""
+    return cleaned(format(value, form))
 
 
 def number(value: object) -> int:

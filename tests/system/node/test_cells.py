@@ -104,6 +104,23 @@ class Q(P):
         ("exec('import os', {})", "ModuleNotFoundError: No module named 'os' here"),
         ("{1} <= {2, 1}, {1} == {1}, isinstance({1}, set), set[int], {1}.copy()", "(True, True, True, set[int], {1})"),
         ("s = {1}; s |= {None}; s.discard(1); s.update('z', [1]); s -= {'z'}; s, s.pop()", "({1}, None)"),
+        (
+            "{'a': 1, None: 2, len: 3}.keys() - [5] | {'b'}, {1: 2}.items() & [(1, 2)]",
+            "({'a', None, <built-in function len>, 'b'}, {(1, 2)})",
+        ),
+        (
+            "f = lambda: 0; str(f)[::-1], repr(f).upper()",
+            "('>0x0 ta >adbmal< noitcnuf<', '<FUNCTION <LAMBDA> AT 0X0>')",
+        ),
+        (
+            "f = lambda: 0; len(f'{f}{f!r:>40}'), len('%s' % f), len('{}'.format(f)), [len(format(f))]",
+            "(66, 26, 26, [26])",
+        ),
+        (
+            "[*map(str, [[].append])][0][-4:], sorted([max, min], key=str)",
+            "('0x0>', [<built-in function max>, <built-in function min>])",
+        ),
+        ("isinstance('a', str), type('a') is str, str(5), str.upper('a')", "(True, True, '5', 'A')"),
         ("id(P), id(P()), id(P), id('x')", "(1, 2, 1, 3)"),
         ("hash(P()) == hash(P()), hash(None), {Q(), Q()}", "(False, 3, {<__main__.Q object>})"),
         ("hash(float('nan')), hash(1.5) == hash(3 / 2), hash('a') == hash('a')", "(1, True, True)"),
