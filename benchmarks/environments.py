@@ -46,7 +46,7 @@ from node.environments.isolated.store import EnvironmentStore
 from node.environments.reasoning_gym import PLAIN, REVIEWED
 from node.protocol.environment_spec import EnvironmentSpec, ProblemsSpec
 
-STORE: Final = Path(__file__).parent.parent / "tests" / "environments" / ".rooms"
+STORE: Final = Path(__file__).parent.parent / "build" / "environments"
 LEGACY: Final = ("", ":Chat", ":Raw", ":Guessing", ":Echo", ":Tools", ":Ledger", ":Sorting")
 V1: Final = ("v1_letters", "v1_sorting", "v1_lookup", "v1_notes", "v1_guessing", "v1_counting")
 OWN: Final = PLAIN | REVIEWED

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from locations import ROOT
 
 from node.environments.base import Environment, EnvironmentFault
 from node.environments.isolated.environment import environment_over, load_of
@@ -16,7 +17,7 @@ from node.environments.isolated.store import EnvironmentStore, InstalledEnvironm
 from node.protocol.chat import ChatFormat
 from node.protocol.environment_spec import Argument, EnvironmentSpec, LengthSpec, ProblemsSpec
 
-ROOMS = EnvironmentStore(Path(__file__).parent.parent / "environments" / ".rooms")
+ROOMS = EnvironmentStore(ROOT / "build" / "environments")
 """What `make environments` installs: legacy-examples, v1-examples and reasoning-gym, each with all that it needs."""
 
 
