@@ -19,7 +19,7 @@ from node.doctor.chat import check_chat
 from node.doctor.machine import LEAST_DISK_BYTES, check_disk
 from node.doctor.model import check_first_policy, check_submission_size
 from node.doctor.report import Check, Level, fine, problem, show, warning
-from node.doctor.sandbox import check_sandbox
+from node.doctor.sandbox import check_sandbox, runs_code
 from node.errors import IdentityError, NodeError
 from node.keys.identity import load_key
 from node.protocol.run import RunSpec
@@ -68,7 +68,7 @@ def _examine(
     yield check_disk(data, need=LEAST_DISK_BYTES, what="a run")
     if spec is not None:
         yield check_submission_size(spec)
-        if (check := check_sandbox(spec.environments)).level is not Level.OK:
+        if runs_code(spec.environments) and (check := check_sandbox(spec.environments)).level is not Level.OK:
             # A coordinator alone runs no code.
             yield warning(
                 "sandbox", check.sentence, advice="Mend it where this run is worked for, verified and audited."

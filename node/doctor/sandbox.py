@@ -14,6 +14,11 @@ from node.protocol.run import EnvironmentSpec
 from node.sandbox import Sandbox
 
 
+def runs_code(environments: Sequence[EnvironmentSpec]) -> bool:
+    """Return whether what a policy writes is run as code in one of `environments`."""
+    return any(spec.name == Code.name or isinstance(spec.tool, ToolSpec) for spec in environments)
+
+
 def check_sandbox(environments: Sequence[EnvironmentSpec]) -> Check:
     """Check the sandbox and the reward requirements of the run's `environments` (empty if unknown)."""
     executing = [spec for spec in environments if spec.name == Code.name]

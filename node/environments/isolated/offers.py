@@ -42,5 +42,6 @@ def _of_verifiers(folder: Path, metadata: Message) -> Iterator[str]:
     if not any(match and normalised(match[1]) == "verifiers" for match in needed):
         return
     record = (folder / "RECORD").read_text(encoding="utf-8")
-    tops = {line.partition(",")[0].partition("/")[0].removesuffix(".py") for line in record.splitlines()}
+    files = (line.partition(",")[0] for line in record.splitlines())
+    tops = {file.partition("/")[0].removesuffix(".py") for file in files if file.endswith(".py")}
     yield from (VERIFIERS + top for top in tops if top.isidentifier())

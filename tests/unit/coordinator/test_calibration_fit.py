@@ -173,6 +173,7 @@ def test_an_operator_is_told_that_too_few_groups_were_fitted(groups, warns):
         least_groups=128,
         largest={},
         honest=[],
+        recorded=[],
         cheats=[],
         measured={},
     )

@@ -190,6 +190,7 @@ def test_the_operator_sees_who_is_left_out():
         policy="ab" * 32,
         verifier="torch",
         groups=64,
+        least_groups=64,
         largest=dict.fromkeys(msgspec.structs.asdict(limits), 0.0),
         honest=[],
         recorded=found,

@@ -121,7 +121,7 @@ def test_it_goes_with_length_targets() -> None:
     assert said(tool, ["1"], problem) == "[1]\n"
 
 
-@pytest.mark.parametrize(("name", "chat"), [("calculator", None), ("terminal", None), ("verifiers:any", None),
+@pytest.mark.parametrize(("name", "chat"), [("calculator", None), ("terminal", None),
                                             ("arithmetic", CHAT_FORMATS["llama3"])])  # fmt: skip
 def test_it_is_refused_where_it_could_not_be_called(name: str, chat: ChatFormat | None) -> None:
     with pytest.raises(EnvironmentFault) as caught:
