@@ -81,8 +81,8 @@ def health_lines(status: bytes) -> list[StatusLine]:
     except (msgspec.DecodeError, RecursionError):
         return []
     if not health.problems:
-        return [StatusLine("", "The run is over." if health.state == "over" else "Everything of the operator's works.")]
-    return [StatusLine("", one.text, "yellow") for one in health.problems[:MAX_PROBLEMS]]
+        return [StatusLine("health", "The run is over." if health.state == "over" else "Everything works.")]
+    return [StatusLine("health", one.text, "yellow") for one in health.problems[:MAX_PROBLEMS]]
 
 
 def line_of(worker: LocalWorker, *, now: float) -> StatusLine:

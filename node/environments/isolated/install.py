@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
@@ -147,7 +147,8 @@ def _wheels(build: bool) -> Sequence[str]:
 
 def _pip(staging: Path, interpreter: Path) -> list[str]:
     """Return the command of a pip: this interpreter's, or one made for the purpose."""
-    if find_spec("pip") is not None:
+    # Not by importlib.util: setuptools has a hook there for this name.
+    if PathFinder.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     _run([str(interpreter), "-m", "venv", str(staging / _TOOLS)])
     return [str(staging / _TOOLS / "bin" / "python"), "-m", "pip"]
