@@ -18,7 +18,7 @@ build-backend = "setuptools.build_meta"
 
 [project]
 name = "$name"
-version = "0.1.0"
+version = "1.0"
 description = "An environment for swarmproof."
 requires-python = ">=3.11"
 

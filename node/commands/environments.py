@@ -152,7 +152,7 @@ def remove(name: str) -> None:
 
     \b
     Example:
-      swarmproof env remove largest==0.1.0
+      swarmproof env remove largest==1.0
     """
     from node.environments.isolated.store import EnvironmentStore
 
