@@ -33,9 +33,9 @@ ROOT = Path(__file__).parent.parent
 Replies = dict[int, tuple[list[str] | None, float]]
 
 
-def run_role(role: str, programs: int, folder: Path) -> Replies:
-    """Run all programs in a process of `role`."""
-    command = [sys.executable, "-m", "benchmarks.programming.runner", role, str(programs)]
+def run_role(role: str, seeds: range, folder: Path) -> Replies:
+    """Run the programs of all `seeds` in a process of `role`."""
+    command = [sys.executable, "-m", "benchmarks.programming.runner", role, str(seeds.start), str(len(seeds))]
     own = folder / role
     own.mkdir()
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **ROLES[role]}
@@ -47,28 +47,29 @@ def run_role(role: str, programs: int, folder: Path) -> Replies:
             found[seed] = outputs, milliseconds
             if len(found) % 1000 == 0:
                 say(f"{role}: {len(found)} programs")
-    if len(found) < programs:
-        raise SystemExit(f"the {role} ended after {len(found)} of {programs} programs")
+    if len(found) < len(seeds):
+        raise SystemExit(f"the {role} ended after {len(found)} of {len(seeds)} programs")
     return found
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--programs", type=int, default=10_000, help="how many (10000)")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first one (0)")
     parser.add_argument("--busy", type=int, default=1, help="processes that keep the processors busy (1)")
     parser.add_argument("--show", type=int, default=3, help="differing programs to print (3)")
     chosen = parser.parse_args()
-    began = time.monotonic()
+    began, seeds = time.monotonic(), range(chosen.first, chosen.first + chosen.programs)
     burners = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(chosen.busy)]
     try:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(ROLES)) as pool:
-            running = [pool.submit(run_role, role, chosen.programs, Path(folder)) for role in ROLES]
+            running = [pool.submit(run_role, role, seeds, Path(folder)) for role in ROLES]
             by_role = [one.result() for one in running]
     finally:
         for burner in burners:
             burner.kill()
             burner.wait()
-    rows = [_compare(seed, [replies[seed][0] for replies in by_role]) for seed in range(chosen.programs)]
+    rows = [_compare(seed, [replies[seed][0] for replies in by_role]) for seed in seeds]
     differing = [row for row in rows if row["differs"]]
     for row in differing[: chosen.show]:
         say(json.dumps(row))
@@ -76,7 +77,7 @@ def main() -> None:
     answered = [row for row in rows if not row["in_doubt"]]
     figures = {
         "random_programs": chosen.programs,
-        "replies": sum(len(conversation(seed)) for seed in range(chosen.programs)),
+        "replies": sum(len(conversation(seed)) for seed in seeds),
         "replies_differ": len(differing),
         "in_doubt": chosen.programs - len(answered),
         "with_error_share": round(statistics.fmean(row["error"] for row in rows), 3),

@@ -1,6 +1,6 @@
 """One of the processes that run the programs: a line of JSON for each, `[seed, outputs or null, milliseconds]`.
 
-    python -m benchmarks.programming.runner ROLE PROGRAMS
+    python -m benchmarks.programming.runner ROLE FIRST PROGRAMS
 
 A worker asks for a reply after each turn, so that cells are run once more for each that follows; a verifier asks for
 all of a conversation, backwards through the programs, and an auditor in an order of its own, with another allocator of
@@ -39,8 +39,8 @@ def _run(cells: tuple[str, ...], wanted: int) -> tuple[str, ...]:
 
 
 def main() -> None:
-    role, programs = sys.argv[1], int(sys.argv[2])
-    order = list(range(programs))
+    role, first, programs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    order = list(range(first, first + programs))
     if role == "verifier":
         order.reverse()
     elif role == "auditor":
