@@ -61,6 +61,8 @@ HINTS: Final[dict[str, str]] = {
     "package_missing": "Add it to what the environment's package requires, and install that again.",
     "package_version": "Install the named version where swarmproof is installed, then start again.",
     "environment_missing": "`swarmproof env list` says which environments a package offers.",
+    "bad_arguments": "docs/environments.md has what each environment takes; correct its arguments in run.toml.",
+    "refused_dataset": "docs/environments.md lists the datasets that are offered, and those of its package.",
     "refused_environment": "docs/environments.md says what can be repeated on every machine; its author may mend it.",
     "environment_failed": _CHECK,
     "environment_slow": _CHECK,
