@@ -98,11 +98,15 @@ def lock_of(site_packages: Path, *, python: str, name: str) -> Lock:
 
     `python` is major and minor version. Raises EnvironmentFault (bad_lock) where that cannot be told.
     """
-    held = sorted((_locked(folder) for folder in site_packages.glob("*.dist-info")), key=lambda one: one.name)
+    try:
+        held = sorted((_locked(folder) for folder in site_packages.glob("*.dist-info")), key=lambda one: one.name)
+    except (ValueError, csv.Error) as error:
+        raise EnvironmentFault(f"{site_packages} has a damaged RECORD: {error}", code="bad_lock") from error
     own = [one for one in held if one.name == name]
     if len(own) != 1 or len(held) > MAX_DISTRIBUTIONS or len({one.name for one in held}) < len(held):
         raise EnvironmentFault(f"{site_packages} does not hold one distribution {name}", code="bad_lock")
-    return Lock(python, name, own[0].version, tuple(held))
+    # A name or version that no lock can have is refused here, and not by whoever reads it later.
+    return read_lock(Lock(python, name, own[0].version, tuple(held)).encode())
 
 
 def normalised(name: str) -> str:

@@ -111,6 +111,17 @@ def test_a_file_that_was_edited_in_place_is_seen_by_a_check(largest):
     assert changed_files(largest.site_packages) == ["largest.py"]
 
 
+def test_an_installation_that_no_lock_can_describe_is_refused_and_not_found_later(tmp_path):
+    packages.distribution(tmp_path / "a", "largest", {}, version="1.0_beta")
+    lock_after(tmp_path / "b")
+    (record,) = (tmp_path / "b").glob("*.dist-info/RECORD")
+    record.write_text("one column\n")
+    for folder in ("a", "b"):
+        with pytest.raises(EnvironmentFault) as fault:
+            lock_of(tmp_path / folder, python="3.11", name="largest")
+        assert fault.value.code == "bad_lock"
+
+
 def test_a_package_offers_its_entry_points_or_its_modules_for_verifiers(store, largest):
     assert offers(largest) == ["largest"]
     wordle = packages.install(store, "prime-wordle", {"wordle/__init__.py": ""}, requires=("verifiers>=0.1.14", "nltk"))
