@@ -9,7 +9,9 @@ its output any more, and 1 for everything else; --debug or SWARMPROOF_DEBUG=1 sh
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,8 @@ def main(
     TOML file of --config, such as `slots = 8` under [worker]. The flag wins, then the environment.
     """
     set_up_logging(level="debug" if verbose else log_level, log_format=log_format)
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # what an extension module's crash stood in, instead of no word
     if config is not None:
         ctx.default_map = default_map(load_config(config), main, ctx)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from node.protocol.run import TrainingSpec
 
@@ -55,7 +57,7 @@ def make_optimizer(model: nn.Module, training: TrainingSpec) -> Optimizers:
         return Optimizers([_adamw([parameter for _, parameter in named], training)])
     matrices = [parameter for name, parameter in named if is_layer_matrix(name, parameter)]
     others = [parameter for name, parameter in named if not is_layer_matrix(name, parameter)]
-    muon = torch.optim.Muon(
+    muon = _Muon(
         matrices,
         lr=training.learning_rate,
         momentum=training.muon_momentum,
@@ -63,6 +65,34 @@ def make_optimizer(model: nn.Module, training: TrainingSpec) -> Optimizers:
         adjust_lr_fn="match_rms_adamw",
     )
     return Optimizers([muon, _adamw(others, training)])
+
+
+class _Muon(torch.optim.Muon):
+    """torch's Muon, but that a sharded update is gathered once and orthogonalised whole by every process.
+
+    torch's own gathers an operand for each of the iteration's 15 products, and rounds otherwise than one process does.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            iteration = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                moment = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+                update = gradient.lerp(moment, group["momentum"])
+                if isinstance(update, DTensor):
+                    whole = _zeropower_via_newtonschulz(update.full_tensor(), *iteration)
+                    update = distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
+                else:
+                    update = _zeropower_via_newtonschulz(update, *iteration)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+                parameter.add_(update, alpha=-rate)
 
 
 def _adamw(parameters: list[nn.Parameter], training: TrainingSpec) -> torch.optim.AdamW:

@@ -302,3 +302,11 @@ def test_a_terminal_shows_how_far_it_is_and_keeps_the_result_only(shop, file, tm
     assert re.search(r"version 1 [━╸╺]+ \d+% of 3\.0 MB  [\d.]+ \w+/s  1 source  0:0\d left", plain), plain
     assert max(map(len, plain.replace("\r", "\n").splitlines())) <= 80
     assert out.startswith("version 1 is in ")
+
+
+def test_a_crash_in_an_extension_module_says_where(shop, file):
+    """Whoever finds a process gone by SIGSEGV, of a driver or a kernel, would have not a line to report."""
+    publisher, _ = shop.publish(file)
+    assert publisher.end(signal.SIGSEGV) == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in publisher.err
+    assert "broadcast.py" in publisher.err

@@ -60,6 +60,7 @@ def launch(function: str, state: Path, processes: int, *, module: str = "trainer
         started = []
         for rank in range(processes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORTED}
+            own["PYTHONFAULTHANDLER"] = "1"
             started.append(subprocess.Popen(command, env={**os.environ, **shared, **own}, stdout=subprocess.DEVNULL))
             stack.callback(kill, started[-1])
         until(

@@ -86,3 +86,27 @@ def test_the_learning_rate_reaches_both():
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert optimizer.has_state
+
+
+def test_muon_steps_as_torchs_own_does():
+    """It is torch's algorithm, whose update is gathered otherwise where it is sharded."""
+    theirs, ours = make_model(0), make_model(0)
+    training = TrainingSpec(optimizer="muon", learning_rate=0.01, weight_decay=0.1)
+    muon, _ = make_optimizer(ours, training).parts
+    held = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
+    pairs = [pair for pair in zip(theirs.parameters(), ours.parameters(), strict=True) if id(pair[1]) in held]
+    reference = torch.optim.Muon(
+        [pair[0] for pair in pairs],
+        lr=0.01,
+        momentum=training.muon_momentum,
+        weight_decay=0.1,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        for one, other in pairs:
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        reference.step()
+        muon.step()
+    assert all(torch.equal(one, other) for one, other in pairs)
