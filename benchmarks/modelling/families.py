@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from node.policy.attention import kernel_of
 from node.policy.experts import SORTED
-from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, SLIDING, WINDOW
+from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, LINEAR, SLIDING, WINDOW
 from node.policy.layout import cast
 from node.policy.models.tiny_llama import EOS, PAD
 from node.policy.skeleton import unique_tensors
@@ -52,6 +52,7 @@ _MIXTURE: Final[dict[str, Any]] = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 8,
     "v_head_dim": 6,
+    "shared_expert_intermediate_size": 24,
 }
 """Of experts in two groups; the first layer has none, where a family can have such layers."""
 
@@ -97,6 +98,10 @@ def telling_fields(family: str, *, layers: int) -> dict[str, Any]:
     if row.has_windows:
         kinds = [(SLIDING, FULL)[layer % 2] for layer in range(layers)]
         found |= {WINDOW: WINDOW_TOKENS, LAYER_KINDS: kinds, "use_sliding_window": True}
+    if row.is_hybrid:
+        found |= {LAYER_KINDS: [(LINEAR, FULL)[layer % 2] for layer in range(layers)], "linear_conv_kernel_dim": 3}
+        found |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        found |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
     if row.has_rotary_by_kind:
         full = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
         found["rope_parameters"] = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": 100.0}}

@@ -164,8 +164,8 @@ def weight_bytes(shape: ModelShape, *, dtype: str) -> int:
 def cache_bytes_per_token(shape: ModelShape, *, dtype: str, parts: int = 1) -> int:
     """Return keys and values of one token over all layers, on each of `parts` GPUs: a head at least on each."""
     if shape.latent:
-        return shape.layers * shape.latent * ITEM_BYTES[dtype]
-    return 2 * shape.layers * math.ceil(shape.kv_heads / parts) * shape.head_dim * ITEM_BYTES[dtype]
+        return shape.attending * shape.latent * ITEM_BYTES[dtype]
+    return 2 * shape.attending * math.ceil(shape.kv_heads / parts) * shape.head_dim * ITEM_BYTES[dtype]
 
 
 def prefill_bytes(shape: ModelShape, *, dtype: str, tokens: int, drawn: int) -> int:

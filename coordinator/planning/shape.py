@@ -6,6 +6,7 @@ well, though no run can begin with it (`ModelShape.runs_here`); any other is ref
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -16,8 +17,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from coordinator.errors import UnfitModel
 from coordinator.training.optimizers import is_layer_matrix
-from node.policy.config import ATTENTION, parse_config, render_config
+from node.policy.config import ATTENTION, parse_config, render_config, text_model
 from node.policy.errors import MalformedPolicy
+from node.policy.families import LAYER_KINDS, LINEAR
 from node.policy.skeleton import build_skeleton, probe_shapes, projection_widths, projections, unique_tensors
 from node.policy.weights import MAX_CONFIG_BYTES
 from shardcast.errors import Malformed
@@ -52,6 +54,7 @@ class _Config(msgspec.Struct, frozen=True):
     n_routed_experts: _Few | None = None
     num_experts: _Few | None = None
     num_local_experts: _Few | None = None
+    shared_expert_intermediate_size: _Size | None = None
     n_shared_experts: Annotated[int, Meta(ge=0, le=64)] | None = None
 
     @property
@@ -66,8 +69,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     `active` are the parameters that one token meets, `matrices` those that Muon would train. FSDP gathers each layer as
     one (`largest_layer`), and embeddings, head and last norm together (`outside_layers`). `projections` are the layers
     that can have adapters, with the inputs and outputs of all of one name. `feed_forward` is the width that one token
-    meets, of all its experts. `latent` is what a cache has of a token and layer, where
-    the heads share it; 0 where it has keys and values of each.
+    meets, of all its experts. A cache has something of each token for the `attending` layers: `latent` numbers where
+    the heads share it; keys and values of each where that is 0.
     """
 
     name: str
@@ -83,6 +86,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     projections: dict[str, int]
     largest_projection: int
     layers: int
+    attending: int
     hidden: int
     feed_forward: int
     heads: int
@@ -105,7 +109,7 @@ def read_shape(path: Path) -> ModelShape:
     file = path / CONFIG if path.is_dir() else path
     try:
         data = read_bounded(file, max_bytes=MAX_CONFIG_BYTES)
-        values = msgspec.json.decode(data, type=dict[str, Any])
+        values = text_model(msgspec.json.decode(data, type=dict[str, Any]))
         sizes = msgspec.convert(values, type=_Config)
     except OSError as error:
         raise UnfitModel(f"{file} cannot be read: {error.strerror}") from error
@@ -132,7 +136,7 @@ def read_shape(path: Path) -> ModelShape:
     return _count(skeleton, config, sizes, name=name, runs_here=runs_here)
 
 
-def _without_code(values: dict[str, Any]) -> dict[str, Any]:
+def _without_code(values: Mapping[str, Any]) -> dict[str, Any]:
     """Drop what names a model's own code or how it was quantised: sizes depend on neither."""
     return {name: value for name, value in values.items() if name not in ("auto_map", "quantization_config")}
 
@@ -153,6 +157,7 @@ def _count(
         head_dim, latent = config.qk_nope_head_dim + config.qk_rope_head_dim, latent + config.qk_rope_head_dim
     if sizes.experts:
         feed_forward = (sizes.moe_intermediate_size or sizes.intermediate_size) * (each + (sizes.n_shared_experts or 0))
+        feed_forward += sizes.shared_expert_intermediate_size or 0
     else:
         feed_forward = sizes.intermediate_size
     return ModelShape(
@@ -169,6 +174,7 @@ def _count(
         projections=projection_widths(skeleton),
         largest_projection=max((each.weight.numel() for each in projections(skeleton).values()), default=0),
         layers=sizes.num_hidden_layers,
+        attending=sizes.num_hidden_layers - (getattr(config, LAYER_KINDS, None) or []).count(LINEAR),
         hidden=sizes.hidden_size,
         feed_forward=feed_forward,
         heads=sizes.num_attention_heads,

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from coordinator.training.packing import PackedLayout, PackedRow
 from node.policy.attention import attend_capped, visible
 from node.policy.config import ATTENTION
+from node.policy.families import RECURRENT_BLOCK
 
 KERNEL = "swarmproof_packed"
 LEAST_PART = 512
@@ -31,11 +33,14 @@ def packed_attention(*models: PreTrainedModel | None) -> Iterator[None]:
     """Switch attention models to packed attention within the context."""
     changed = [model for model in models if model is not None and model.config.model_type in ATTENTION]
     before = [_kernel(model) for model in changed]
+    hooks = [hook for model in changed for hook in _gather_for_recurrences(model)]
     for model in changed:
         model.set_attn_implementation(KERNEL)
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for model, kernel in zip(changed, before, strict=True):
             model.set_attn_implementation(kernel)
 
@@ -90,6 +95,25 @@ def attend_packed(
             )
     line: Tensor = _FromSamples.apply(attended.flatten(2), layout)  # type: ignore[no-untyped-call]
     return line.view(1, -1, *attended.shape[2:]), None
+
+
+def _gather_for_recurrences(model: nn.Module) -> Iterator[RemovableHandle]:
+    """Have the recurrent blocks of a hybrid's layers read sample by sample, in place: gather what they read of a row
+    [1, L, D] into its samples [S, W, D], and a row from what they give.
+    """
+
+    def gathered(_: nn.Module, __: tuple[()], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        samples = _ToSamples.apply(given["hidden_states"][0], given["layout"])  # type: ignore[no-untyped-call]
+        return (), given | {"hidden_states": samples}
+
+    def row(_: nn.Module, __: tuple[()], given: dict[str, Any], states_SWD: Tensor) -> Tensor:
+        line: Tensor = _FromSamples.apply(states_SWD, given["layout"])  # type: ignore[no-untyped-call]
+        return line[None]
+
+    for name, block in model.named_modules():
+        if name.endswith(f".{RECURRENT_BLOCK}"):
+            yield block.register_forward_pre_hook(gathered, with_kwargs=True)
+            yield block.register_forward_hook(row, with_kwargs=True)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scaling: float | None) -> Tensor:

@@ -5,13 +5,16 @@ a freed slot costs a copy of the last one, never of the cache. Equal sequences a
 share their prompt.
 
 The base model gives the final norm's output; the caller applies the output head, as it needs both. A layer with a
-window keeps all columns, and hides those before its window by a mask.
+window keeps all columns, and hides those before its window by a mask. A LINEAR layer has a state of constant size in
+place of keys and values; as padding would go into it, such a policy's sequences are prefilled beside those of equal
+length.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from node.policy.attention import layer_masks
+from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import Policy
 
 GROUPED = "swarmproof_grouped"
@@ -48,6 +52,7 @@ class Decoder:
         self._dtype: torch.dtype = model.dtype
         self._device: torch.device = model.device
         self._lengths: list[int] = []
+        self._pads = not ATTENTION_FAMILIES[model.config.model_type].is_hybrid
         self._cache = _Cache(columns)
         self._cache_keyword = cache_keyword(self._base)
 
@@ -75,14 +80,14 @@ class Decoder:
             owners.setdefault(sequence, []).append(index)
         self._lengths += map(len, sequences)
         ends = self._no_states(len(sequences))
-        for batch in _prefill_batches(list(owners)):
+        for batch in _prefill_batches(list(owners), pads=self._pads):
             prefix = _Prefix()
             hidden = self._prefill(batch, prefix)
             for line, sequence in enumerate(batch):
                 ends[owners[sequence]] = hidden[line, len(sequence) - 1]
             source = [line for line, sequence in enumerate(batch) for _ in owners[sequence]]
             target = [first + index for sequence in batch for index in owners[sequence]]
-            self._cache.place(prefix.layers, source, target, rows=len(self._lengths))
+            self._cache.place(prefix, source, target, rows=len(self._lengths))
         return ends
 
     def leave(self, leaving: list[bool]) -> list[int]:
@@ -145,11 +150,12 @@ AttentionInterface.register(GROUPED, attend_grouped)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def _prefill_batches(sequences: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Split into prefill batches of similar length, within MAX_PREFILL_TOKENS."""
+def _prefill_batches(sequences: list[tuple[int, ...]], *, pads: bool) -> Iterator[list[tuple[int, ...]]]:
+    """Split into prefill batches of similar length, or of equal one unless it `pads`, within MAX_PREFILL_TOKENS."""
     batch: list[tuple[int, ...]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
-        if batch and len(batch[0]) * (len(batch) + 1) > MAX_PREFILL_TOKENS:
+        is_full = batch and len(batch[0]) * (len(batch) + 1) > MAX_PREFILL_TOKENS
+        if is_full or (batch and not pads and len(sequence) < len(batch[0])):
             yield batch
             batch = []
         batch.append(sequence)
@@ -157,21 +163,60 @@ def _prefill_batches(sequences: list[tuple[int, ...]]) -> Iterator[list[tuple[in
         yield batch
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a LINEAR layer has read of S sequences, by the names of transformers' own: the inputs of its convolution's
+    last tokens [S, channels, kernel], and the state of its recurrence [S, heads, key size, value size].
+    """
+
+    conv_states: tuple[Tensor]
+    recurrent_states: tuple[Tensor]
+    record_past: bool = False
+
+    @staticmethod
+    def of(conv: Tensor, recurrent: Tensor) -> _State:
+        return _State((conv,), (recurrent,))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.conv_states[0], self.recurrent_states[0]
+
+    def rows(self, count: int) -> _State:
+        """Return the first sequences', in the same memory."""
+        return _State.of(*(held[:count] for held in self.tensors))
+
+
 class _Prefix:
-    """Each layer's keys and values [S, heads, width, head size] of a prefill."""
+    """What each layer keeps of a prefill: keys and values [S, heads, width, head size], or its `states`."""
 
     def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.keys: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, _State] = {}
+        self._conv: Tensor
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values and return all it may attend to; called by transformers' attention."""
-        assert layer == len(self.layers)
-        self.layers.append((key, value))
+        self.keys[layer] = key, value
         return key, value
+
+    def has_previous_state(self, _layer: int, **_: object) -> bool:
+        """Return whether a LINEAR layer goes on from a state; called by transformers, as are the following."""
+        return False
+
+    def update_conv_state(self, inputs: Tensor, _layer: int, *, conv_kernel_size: int, **_: object) -> Tensor:
+        """Store the last of a convolution's inputs [S, channels, width] and return all that it looks at."""
+        missing = max(0, conv_kernel_size - inputs.shape[2])
+        self._conv = F.pad(inputs, (missing, 0))[:, :, -conv_kernel_size:].clone()
+        return inputs
+
+    def update_recurrent_state(self, state: Tensor, layer: int, **_: object) -> Tensor:
+        """Store the state after the last token."""
+        self.states[layer] = _State.of(self._conv, state)
+        return state
 
 
 class _Cache:
-    """Keys and values [slots, heads, columns, head size] of each layer.
+    """What each layer keeps of all slots: keys and values [slots, heads, columns, head size], or its states.
 
     On LAZY devices memory is reserved at full length and touched only as far as used; elsewhere columns come COLUMNS at
     a time. Those up to `_initialised_columns` are set everywhere, since what a mask hides must still be finite.
@@ -179,7 +224,9 @@ class _Cache:
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._keys: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[int, _State] = {}
+        self._slots = 0
         self._initialised_columns = 0
         self._width = 0
         self._ends: Tensor
@@ -192,43 +239,66 @@ class _Cache:
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Update like `_Prefix.update`, for one new token in each slot."""
-        keys, values = self._layers[layer]
+        keys, values = self._keys[layer]
         keys[self._rows, :, self._ends] = key[:, :, 0]
         values[self._rows, :, self._ends] = value[:, :, 0]
         count = len(self._rows)
         return keys[:count, :, : self._width], values[:count, :, : self._width]
 
-    def place(
-        self, prefix: Sequence[tuple[Tensor, Tensor]], source: list[int], target: list[int], *, rows: int
-    ) -> None:
+    def has_previous_state(self, _layer: int, **_: object) -> bool:
+        """Return whether a LINEAR layer goes on from a state; called by transformers, as are the following."""
+        return True
+
+    @property
+    def layers(self) -> Mapping[int, _State]:
+        """The slots' states by layer; a convolution writes into them."""
+        return {layer: state.rows(len(self._rows)) for layer, state in self._states.items()}
+
+    def update_recurrent_state(self, state: Tensor, layer: int, **_: object) -> Tensor:
+        """Store the slots' states after one more token."""
+        held = self._states[layer].recurrent_states[0]
+        held[: len(state)] = state
+        return state
+
+    def place(self, prefix: _Prefix, source: list[int], target: list[int], *, rows: int) -> None:
         """Copy line `source[i]` of a prefill to slot `target[i]`, with room for `rows` slots in all."""
-        width = prefix[0][0].shape[2]
-        if not self._layers or len(self._layers[0][0]) < rows:
-            self._layers = self._layers or [(key[:0], value[:0]) for key, value in prefix]
+        width = max((key.shape[2] for key, _ in prefix.keys.values()), default=0)
+        if self._slots < rows:
+            self._keys = self._keys or {layer: (key[:0], value[:0]) for layer, (key, value) in prefix.keys.items()}
+            self._states = self._states or {layer: state.rows(0) for layer, state in prefix.states.items()}
             self._make_room(rows, width)
         self._widen(width)
-        for new, held in zip(chain.from_iterable(prefix), chain.from_iterable(self._layers), strict=True):
-            held[target, :, :width] = new[source]
+        for layer, pair in prefix.keys.items():
+            for new, held in zip(pair, self._keys[layer], strict=True):
+                held[target, :, :width] = new[source]
+        for layer, state in prefix.states.items():
+            for new, held in zip(state.tensors, self._states[layer].tensors, strict=True):
+                held[target] = new[source]
 
     def move(self, source: list[int], target: list[int]) -> None:
         """Overwrite slots `target` with `source`."""
         if source:
-            for held in chain.from_iterable(self._layers):
+            for held in chain.from_iterable(self._keys.values()):
                 held[target, :, : self._initialised_columns] = held[source, :, : self._initialised_columns]
+            for state in self._states.values():
+                for held in state.tensors:
+                    held[target] = held[source]
 
     def _widen(self, width: int) -> None:
         if width > self._initialised_columns:
-            rows, _, columns, _ = self._layers[0][0].shape
-            if width > columns:
-                self._make_room(rows, width)
-            for held in chain.from_iterable(self._layers):
+            if any(width > key.shape[2] for key, _ in self._keys.values()):
+                self._make_room(self._slots, width)
+            for held in chain.from_iterable(self._keys.values()):
                 held[:, :, self._initialised_columns : width] = 0
             self._initialised_columns = width
 
     def _make_room(self, rows: int, width: int) -> None:
-        """Copy keys and values to tensors of `rows` slots, with room for `width` columns at least, layer by layer."""
-        for at, (key, value) in enumerate(self._layers):
-            self._layers[at] = self._roomy(key, rows, width), self._roomy(value, rows, width)
+        """Copy what is held to tensors of `rows` slots, with room for `width` columns at least, layer by layer."""
+        self._slots = rows
+        for layer, (key, value) in self._keys.items():
+            self._keys[layer] = self._roomy(key, rows, width), self._roomy(value, rows, width)
+        for layer, state in self._states.items():
+            self._states[layer] = _State.of(*(_with_rows(held, rows) for held in state.tensors))
 
     def _roomy(self, held: Tensor, rows: int, width: int) -> Tensor:
         old, heads, _, size = held.shape
@@ -240,3 +310,10 @@ class _Cache:
         roomy[:, :, : self._initialised_columns] = 0
         roomy[:old, :, : self._initialised_columns] = held[:, :, : self._initialised_columns]
         return roomy
+
+
+def _with_rows(held: Tensor, rows: int) -> Tensor:
+    """Copy to a tensor of more rows, zeros behind the others."""
+    roomy = held.new_zeros(rows, *held.shape[1:])
+    roomy[: len(held)] = held
+    return roomy

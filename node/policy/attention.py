@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import sdpa_mask
 
-from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, SLIDING, WINDOW
+from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, LINEAR, SLIDING, WINDOW
 
 CAPPED: Final = "swarmproof_capped"
 SCORES: Final = 2**26
@@ -39,10 +39,11 @@ def visible(position_ids: Tensor, *, columns: int, window: int | None) -> Tensor
 
 def layer_masks(
     config: PreTrainedConfig, position_ids: Tensor, *, columns: int, dtype: torch.dtype
-) -> Tensor | dict[str, Tensor]:
+) -> Tensor | dict[str, Tensor | None]:
     """Return the masks [B, 1, Q, columns] that are added to the scores, as transformers' models take them.
 
-    One for all layers, or one by the kind of layer where these differ. `position_ids` [B, Q] are the tokens' columns.
+    One for all layers, or one by the kind of layer where these differ; a LINEAR layer has none. `position_ids` [B, Q]
+    are the tokens' columns.
     """
 
     def added(window: int | None) -> Tensor:
@@ -50,6 +51,8 @@ def layer_masks(
         mask = torch.zeros(seen.shape, dtype=dtype, device=position_ids.device)
         return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
+    if ATTENTION_FAMILIES[config.model_type].is_hybrid:
+        return {FULL: added(None), LINEAR: None}
     windows = set(layer_windows(config))
     if getattr(config, LAYER_KINDS, None) is None or windows == {None}:
         return added(windows.pop())

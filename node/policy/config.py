@@ -16,7 +16,7 @@ import msgspec
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from node.policy.errors import MalformedPolicy
-from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, SLIDING, WINDOW, Family
+from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, LINEAR, SLIDING, WINDOW, WITH_EYES, Family
 from node.policy.models import RECURRENT
 from node.policy.weights import MAX_CONFIG_BYTES
 
@@ -54,6 +54,9 @@ _YARN_FIELDS = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale"
 MAX_EXPERTS = 1024
 """Of a layer. With the layers they decide how many tensors are built."""
 
+_IMAGES = frozenset({"mrope_interleaved", "mrope_section"})
+"""Rotary parameters that tell a picture's rows and columns apart, and mean nothing where there is text alone."""
+
 # Declared by every configuration, but for other tasks or for selecting outputs.
 _NOT_STORED = frozenset(
     {
@@ -72,13 +75,17 @@ _NOT_STORED = frozenset(
 
 
 def render_config(config: PreTrainedConfig, *, dtype: str) -> str:
-    """Render `config` as JSON with sorted keys, for weights in `dtype`; a rotary base becomes a float."""
+    """Render `config` as JSON with sorted keys, for weights in `dtype`; a rotary base becomes a float.
+
+    Rotary parameters of pictures are left out.
+    """
     values = config.to_dict() | {"dtype": dtype}
     # A field with a name of its own and one that all families share is kept, and found, under the latter.
     kept = {name: config.attribute_map.get(name, name) for name in config_fields(type(config))}
     rendered = {name: values[key] for name, key in kept.items() if key in values}
     if isinstance(rope := rendered.get("rope_parameters"), dict):
-        rendered["rope_parameters"] = _with_float_base(rope)
+        text_alone = {name: value for name, value in rope.items() if name not in _IMAGES}
+        rendered["rope_parameters"] = _with_float_base(text_alone)
     return json.dumps(rendered | {"model_type": config.model_type}, sort_keys=True)
 
 
@@ -87,6 +94,15 @@ def _with_float_base(rope: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: _with_float_base(value) if isinstance(value, dict) else value for name, value in rope.items()}
     base = found.get("rope_theta")
     return found | {"rope_theta": float(base)} if type(base) is int else found
+
+
+def text_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config.json says of the model of text, where that is part of one that sees (`WITH_EYES`)."""
+    text, family = values.get("text_config"), WITH_EYES.get(str(values.get("model_type")))
+    if family is None or not isinstance(text, dict):
+        return values
+    shared = {name: values[name] for name in ("tie_word_embeddings", "transformers_version") if name in values}
+    return shared | text | {"model_type": family}
 
 
 def parse_config(text: str, *, tensors: int) -> PreTrainedConfig:
@@ -163,7 +179,7 @@ def _check_attention(config: PreTrainedConfig, family: Family) -> None:
             _check_positions(each, family)
     else:
         _check_positions(rope, family)
-    _check_windows(config)
+    _check_kinds(config, family)
     _check_experts(config, family)
     if getattr(config, family.activation_field, None) != family.activation:
         raise MalformedPolicy(f"its activation is not {family.activation}", code="unsupported_model")
@@ -183,10 +199,11 @@ def _check_ignored(config: PreTrainedConfig, family: Family) -> None:
             raise MalformedPolicy(f"it sets {name!r}, which is not supported", code="unsupported_model")
 
 
-def _check_windows(config: PreTrainedConfig) -> None:
+def _check_kinds(config: PreTrainedConfig, family: Family) -> None:
     kinds, window = getattr(config, LAYER_KINDS, None), getattr(config, WINDOW, None)
+    known = (FULL, LINEAR if family.is_hybrid else SLIDING)
     for layer, kind in enumerate(kinds or []):
-        if kind not in (FULL, SLIDING):
+        if kind not in known:
             raise MalformedPolicy(f"its layer {layer} has {str(kind)[:50]!r}", code="unsupported_model")
     if kinds is not None and len(kinds) != config.num_hidden_layers:
         raise MalformedPolicy(f"it has {len(kinds)} kinds of layers", code="bad_config")

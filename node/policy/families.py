@@ -52,7 +52,9 @@ WINDOW: Final = "sliding_window"
 """Field of the tokens that a layer of the kind SLIDING attends to, its own included."""
 LAYER_KINDS: Final = "layer_types"
 """Field of each layer's kind; where a family has none, all its layers have the window, if there is one."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+RECURRENT_BLOCK: Final = "linear_attn"
+"""The module of a layer of the kind LINEAR that reads tokens into a state of constant size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,9 @@ class Family:
     may turn a part of each head where `is_rotary_partial`. `logit_divisor`, `logit_cap` and `score_cap` name the fields
     that divide logits, and bound logits and attention scores by x -> cap tanh(x / cap). `experts` names the field that
     counts a layer's experts, None without any, and `expert_names` what published files have of each, None where these
-    have all in one tensor, as transformers has. Where it `has_sinks`, a head may attend to nothing. `engines` are those
-    that serve it, vLLM only where fields have the values of `vllm_fixed`, and where all layers attend alike if
-    `is_even_in_vllm`.
+    have all in one tensor, as transformers has. Where it `has_sinks`, a head may attend to nothing, and where it
+    `is_hybrid`, layers may be of the kind LINEAR. `engines` are those that serve it, vLLM only where fields have the
+    values of `vllm_fixed`, and where all layers attend alike if `is_even_in_vllm`.
     """
 
     fields: frozenset[str] = frozenset()
@@ -98,6 +100,7 @@ class Family:
     experts: str | None = None
     expert_names: ExpertNames | None = None
     has_sinks: bool = False
+    is_hybrid: bool = False
     engines: frozenset[str] = frozenset({"torch"})
     vllm_fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     is_even_in_vllm: bool = False
@@ -125,6 +128,12 @@ _ROUTED: Final = frozenset({"moe_intermediate_size", "norm_topk_prob", "num_expe
 _SHARED: Final = frozenset(
     {"first_k_dense_replace", "n_group", "n_shared_experts", "num_mtp_layers", "routed_scaling_factor", "topk_group"}
 )
+_DELTA: Final = frozenset(
+    {"linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"}
+    | {LAYER_KINDS, "linear_value_head_dim"}
+)
+"""Of layers with a gated delta rule (arXiv 2412.06464)."""
+_DRAFTS: Final = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 _QWEN: Final = frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "max_window_layers"})
 
 ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
@@ -216,6 +225,14 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     # vLLM's own models of the two have the window in all layers or in none, whatever layer_types says.
     "qwen2": Family(fields=_QWEN, is_even_in_vllm=True, engines=_BOTH),
     "qwen3": Family(fields=_QWEN, vllm_fixed=_NO_BIAS, is_even_in_vllm=True, engines=_BOTH),
+    "qwen3_5_text": Family(
+        fields=_DELTA,
+        fixed={"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)},
+        former=_PARTIAL | _DRAFTS | {"full_attention_interval", "mlp_only_layers"},
+        rotary=_PLAIN,
+        is_rotary_partial=True,
+        is_hybrid=True,
+    ),
     "qwen3_moe": Family(
         fields=_ROUTED | {WINDOW, "decoder_sparse_step", "mlp_only_layers", "num_experts", "use_sliding_window"},
         undeclared=frozenset({"head_dim"}),
@@ -225,6 +242,17 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
         vllm_fixed=_NO_BIAS | {WINDOW: (None,), "use_sliding_window": (False,)},
         engines=_BOTH,
     ),
+    "qwen3_next": Family(
+        fields=_ROUTED
+        | _DELTA
+        | {"decoder_sparse_step", "mlp_only_layers", "num_experts", "shared_expert_intermediate_size"},
+        former=_PARTIAL | {"full_attention_interval"},
+        rotary=_PLAIN,
+        is_rotary_partial=True,
+        experts="num_experts",
+        expert_names=ExpertNames(),
+        is_hybrid=True,
+    ),
     "seed_oss": Family(fields=frozenset({"attention_out_bias", "residual_dropout"}), engines=_BOTH),
     "smollm3": Family(
         fields=frozenset({WINDOW, LAYER_KINDS, "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"}),
@@ -233,6 +261,8 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     ),
 }
 """By `model_type`."""
+WITH_EYES: Final = {"qwen3_5": "qwen3_5_text"}
+"""Published as part of a model that sees: its `model_type`, and that of its model of text, which a run trains alone."""
 RECURRENT_FAMILIES: Final = ("eagle", "finch", "frame_action", "goldfinch")
 """The `model_type` of every other family: `node.policy.models.RECURRENT`."""
 

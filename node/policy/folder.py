@@ -27,9 +27,9 @@ from transformers import (
     __version__,
 )
 
-from node.policy.config import ATTENTION, DTYPES, FAMILIES, config_fields, parse_config, render_config
+from node.policy.config import ATTENTION, DTYPES, FAMILIES, config_fields, parse_config, render_config, text_model
 from node.policy.errors import MalformedPolicy
-from node.policy.families import ATTENTION_FAMILIES, Family
+from node.policy.families import ATTENTION_FAMILIES, RECURRENT_BLOCK, Family
 from node.policy.file import PolicySource
 from node.policy.inspection import FirstPolicy
 from node.policy.layout import EXACT, shapes_of, stored_aliases, stored_layout
@@ -73,6 +73,9 @@ MAX_BYTES: Final = {
 MAX_END_MARKS: Final = 64
 MAX_DRAFTS: Final = 16
 """Layers that predict further tokens; published models have one."""
+
+_EYES, _TEXT = "model.visual.", "model.language_model."
+"""How the names of weights begin in a model that sees."""
 
 _OTHER_TOKENIZER: Final = "bring the tokenizer of this model"
 
@@ -135,8 +138,9 @@ class ModelFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of all weights; float32 where they have several."""
-        names = {DTYPES[tensor.dtype] for name, tensor in self.tensors.items() if not name.endswith(EXACT)}
+        """The dtype of all weights; float32 where they have several, but for the few that are often kept in float32."""
+        apart = (EXACT, *(f".{RECURRENT_BLOCK}.{name}" for name in ("A_log", "dt_bias", "norm.weight")))
+        names = {DTYPES[tensor.dtype] for name, tensor in self.tensors.items() if not name.endswith(apart)}
         found: torch.dtype = getattr(torch, names.pop() if len(names) == 1 else "float32")
         return found
 
@@ -173,11 +177,11 @@ def validate_folder(folder: Path) -> FirstPolicy:
 def open_folder(folder: Path) -> ModelFolder:
     """Validate `folder`; raises MalformedPolicy, whose message names the file and says what to do."""
     _check_sizes(folder)
-    values = _read_object(folder / CONFIG)
+    values = text_model(_read_object(folder / CONFIG))
     _check_fields(folder / CONFIG, values)
     tensors = read_weights(folder)
-    config = _parse_config(folder, values["model_type"], tensors=len(tensors))
-    tensors = _without_drafts(tensors, config)
+    config = _parse_config(folder, values, tensors=len(tensors))
+    tensors = _of_text(_without_drafts(tensors, config))
     tokenizer = _check_tokenizer(folder, vocabulary=config.vocab_size)
     config.eos_token_id = end_marks(folder, config, tokenizer)
     try:
@@ -300,11 +304,11 @@ def _check_fields(path: Path, values: Mapping[str, Any]) -> None:
         )
 
 
-def _parse_config(folder: Path, family: str, *, tensors: int) -> PreTrainedConfig:
+def _parse_config(folder: Path, values: Mapping[str, Any], *, tensors: int) -> PreTrainedConfig:
     """Return the configuration as those will read it who download the policy."""
     path = folder / CONFIG
     try:
-        config = CONFIG_MAPPING[family].from_pretrained(folder, local_files_only=True)
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
         text = render_config(config, dtype="float32")
     except Exception as error:
         raise _bad(path, f"is refused by transformers ({error}): correct it", code="bad_config") from error
@@ -321,8 +325,18 @@ def _without_drafts(tensors: Mapping[str, StoredTensor], config: PreTrainedConfi
     count = min(getattr(config, "num_mtp_layers", 0), MAX_DRAFTS)
     if count:
         config.num_mtp_layers = 0
-    drafts = tuple(f"model.layers.{config.num_hidden_layers + layer}." for layer in range(count))
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(drafts)} if drafts else {**tensors}
+    drafts = [f"model.layers.{config.num_hidden_layers + layer}." for layer in range(count)]
+    if ATTENTION_FAMILIES.get(config.model_type, Family()).is_hybrid:
+        drafts.append("mtp.")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(drafts))}
+
+
+def _of_text(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the weights of the model of text, under its own names, where the folder's is part of one that sees."""
+    if not any(name.startswith(_TEXT) for name in tensors):
+        return dict(tensors)
+    kept = (item for item in tensors.items() if not item[0].startswith(_EYES))
+    return {re.sub(f"^{re.escape(_TEXT)}", "model.", name): tensor for name, tensor in kept}
 
 
 def _check_tokenizer(folder: Path, *, vocabulary: int) -> PreTrainedTokenizerFast:

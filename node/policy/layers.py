@@ -17,7 +17,7 @@ from torch.func import functional_call
 from node.policy.layout import dtype_of, stored_layout
 from node.policy.products import LogitRule, OutputHead
 from node.policy.reading import OpenPolicy
-from node.policy.skeleton import build_skeleton, fill_buffers, unique_tensors
+from node.policy.skeleton import build_skeleton, fill_buffers, is_matrix, unique_tensors
 
 PIECE_NUMBERS = 2**22
 """Of a weight that are converted together."""
@@ -103,7 +103,7 @@ class LayeredModel:
         dtype = dtype_of(name, self._dtype)
         weight = self._file.read(self._parts[name], shape=shape, dtype=dtype)
         if dtype == self._dtype:
-            self._convert(weight, self._alter if altered and weight.ndim > 1 else None)
+            self._convert(weight, self._alter if altered and is_matrix(name, shape) else None)
         return weight
 
     def _convert(self, weight: Tensor, alter: Alter | None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from node.policy.attention import kernel_of
+from node.policy.attention import kernel_of, layer_masks
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
 from node.policy.experts import SORTED, use_exact_routers
@@ -61,8 +61,13 @@ def unique_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def layer_matrices(model: nn.Module) -> Iterator[Tensor]:
     """Yield views of the layers' matrices [rows, in], those of a layer's experts as one."""
     for name, weight in model.named_parameters():
-        if ".layers." in name and (weight.ndim == 2 or (weight.ndim == 3 and ".experts." in name)):
+        if ".layers." in name and is_matrix(name, weight.shape):
             yield weight.flatten(0, -2)
+
+
+def is_matrix(name: str, shape: torch.Size) -> bool:
+    """Tell whether a tensor of a layer is a matrix, or those of its experts, and no kernel of a convolution."""
+    return len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
 
 
 def projections(model: nn.Module) -> dict[str, nn.Linear]:
@@ -101,8 +106,10 @@ def probe_shapes(skeleton: PreTrainedModel) -> None:
     """Run a forward pass on meta tensors, which reveals e.g. head counts that do not divide."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     # Masks and positions are given, since computing them reads values; a recurrence would read given positions.
-    mask = torch.zeros(1, 1, 2, 2, dtype=skeleton.dtype, device="meta")
-    given = {"attention_mask": mask, "position_ids": ids} if skeleton.config.model_type in ATTENTION else {}
+    given: dict[str, Any] = {}
+    if skeleton.config.model_type in ATTENTION:
+        masks = layer_masks(skeleton.config, ids, columns=2, dtype=skeleton.dtype)
+        given = {"attention_mask": masks, "position_ids": ids}
     try:
         with torch.inference_mode():
             skeleton(input_ids=ids, use_cache=False, **given)

@@ -10,8 +10,9 @@ import pytest
 
 from node.policy.families import ATTENTION_FAMILIES, TINY_RECURRENT
 
-KINDS: Final = ("llama", "gemma2", "glm4_moe", "goldfinch")
-"""Attending to everything, with windows and caps, with experts, a recurrence with attention behind it: a change that
+KINDS: Final = ("llama", "gemma2", "glm4_moe", "qwen3_next", "goldfinch")
+"""Attending to everything, with windows and caps, with experts, with recurrent layers too, a recurrence with attention
+behind it: a change that
 breaks a family mostly breaks one of these."""
 IS_TIED: Final = dict(zip(sorted(ATTENTION_FAMILIES), cycle([True, False])))
 """Whether a family is tested with one tensor for both embeddings: half are, since nothing of a family depends on it."""

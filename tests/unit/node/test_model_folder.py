@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family_cases import families
 from model_folders import SECOND_END, edit_header, edit_json, make_folder, shard_of
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from benchmarks.modelling.families import telling_fields
 from node.policy.errors import MalformedPolicy
 from node.policy.families import TINY_RECURRENT
-from node.policy.folder import MAX_BYTES, check_chat_template, validate_folder
+from node.policy.file import load_policy, write_policy
+from node.policy.folder import MAX_BYTES, check_chat_template, open_folder, validate_folder
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import EOS, make_tokenizer
 from node.policy.weights import INDEX, MAX_HEADER_BYTES, SINGLE, read_weights
@@ -369,6 +371,36 @@ def test_a_recurrent_folder_passes_and_has_no_limit_of_positions(family: str, tm
     assert (found.positions, found.hidden, found.has_chat_template) == (None, 128, False)
 
 
+def test_the_model_of_text_is_taken_out_of_one_that_sees(tmp_path: Path) -> None:
+    """Qwen 3.5 is published in no other form: with eyes, drafts of further tokens, and a few numbers in float32."""
+    folder = make_folder(tmp_path, family="qwen3_5_text", **telling_fields("qwen3_5_text", layers=2))
+    text = json.loads((folder / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 2]}
+    text |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1}, "image_token_id": 5})
+    )
+    before = weights_of(folder)
+    tensors = {name.replace("model.", "model.language_model.", 1): each.bfloat16() for name, each in before.items()} | {
+        "model.visual.proj.weight": torch.zeros(2, 2),
+        "mtp.fc.weight": torch.zeros(2, 2),
+    }
+    numbers = "model.language_model.layers.0.linear_attn.A_log"
+    tensors[numbers] = tensors[numbers].float()
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
+        path.unlink()
+    save_file(tensors, folder / SINGLE)
+    found = open_folder(folder)
+    assert (found.first_policy().family, found.dtype) == ("qwen3_5_text", torch.bfloat16)
+    write_policy(found.source(), tmp_path / "policy", dtype=torch.bfloat16)
+    weights = load_policy(tmp_path / "policy", dtype=None).model.state_dict()
+    assert all(torch.equal(weights[name], each.bfloat16()) for name, each in before.items())
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
 HONEST: dict[str, Callable[[Path], object]] = {
     "settings_of_earlier_releases": config(
         torch_dtype="bfloat16", _name_or_path="Qwen/Qwen3", use_mrope=False, temperature=0.7, tokenizer_class="X"
@@ -392,7 +424,7 @@ HONEST: dict[str, Callable[[Path], object]] = {
     "one_file": lambda folder: (
         (
             save_file(
-                {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()},
+                weights_of(folder),
                 folder / SINGLE,
             ),
             (folder / INDEX).unlink(),
