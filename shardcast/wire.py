@@ -8,6 +8,7 @@ non-minimal numbers and unknown fields are all refused (docs/protocol.md, sectio
 from __future__ import annotations
 
 import re
+import threading
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -28,6 +29,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 
 T = TypeVar("T")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
+_MAKING_DECODERS = threading.Lock()
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -44,13 +47,26 @@ def decode(cls: type[T], data: bytes, *, max_bytes: int) -> T:
     if len(data) > max_bytes:
         raise Malformed(f"message of {len(data)} bytes exceeds the limit of {max_bytes}", code="oversized")
     try:
-        value = msgspec.json.decode(data, type=cls)
+        value = _decoder_of(cls).decode(data)
         again = msgspec.json.encode(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise Malformed(f"message is not a valid {_name(cls)}: {error}") from error
     if again != data:
         raise Malformed(f"message is not the canonical encoding of a {_name(cls)}", code="not_canonical")
     return value
+
+
+def _decoder_of(cls: type[T]) -> msgspec.json.Decoder[T]:
+    """Return the decoder of a type, which is made once, by one thread.
+
+    Two threads that use a Struct for the first time together end the process: msgspec lets the second one read what the
+    first has not finished to describe (a null pointer in 0.22).
+    """
+    found = _DECODERS.get(cls)
+    if found is None:
+        with _MAKING_DECODERS:
+            found = _DECODERS.setdefault(cls, msgspec.json.Decoder(cls))
+    return found
 
 
 def digest(data: bytes | memoryview) -> str:

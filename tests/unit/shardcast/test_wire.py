@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import msgspec
@@ -206,3 +209,26 @@ def test_a_digest_is_the_same_for_bytes_and_views() -> None:
 def test_only_a_digest_may_become_a_file_name(text: str) -> None:
     assert not is_digest(text)
     assert is_digest("0123456789abcdef" * 4)
+
+
+def test_a_type_is_not_described_by_two_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec follows a null pointer then: a coordinator whose first two requests come together would be gone."""
+
+    class Fresh(Wire, frozen=True):
+        inner: Inner
+
+    fresh, making, overlapped = encode(Fresh(inner=Inner(flag=True, note=None))), threading.Lock(), []
+    real = msgspec.json.Decoder
+
+    def slow(cls: type[Fresh]) -> msgspec.json.Decoder[Fresh]:
+        overlapped.append(not making.acquire(blocking=False))
+        time.sleep(0.02)  # all the others arrive meanwhile
+        if not overlapped[-1]:
+            making.release()
+        return real(cls)
+
+    monkeypatch.setattr(msgspec.json, "Decoder", slow)
+    with ThreadPoolExecutor(4) as pool:
+        values = list(pool.map(lambda _: decode(Fresh, fresh, max_bytes=100), range(4)))
+    assert len(set(values)) == 1
+    assert not any(overlapped)
