@@ -6,12 +6,16 @@ import ipaddress
 import math
 import threading
 from collections import OrderedDict
+from functools import lru_cache
 
 from node.protocol.reasons import Reason, Refusal
 from shardcast.rate_limit import TokenBucket
 
 MAX_BUCKETS = 50_000
 """About 15 MB. Evicting a client's bucket takes as many others within the minute in which it refills anyway."""
+
+LONGEST_ADDRESS = 64
+"""Characters; nothing longer is an address, and none is kept."""
 
 _IPV6_PREFIX = 64
 
@@ -90,5 +94,11 @@ def canonical_address(text: str) -> str:
 
 def network_of(address: str) -> str:
     """Return what limits count as one client: an IPv4 address, an IPv6 /64, or "" for anything invalid."""
+    return _network_of(address) if len(address) <= LONGEST_ADDRESS else ""
+
+
+@lru_cache(maxsize=8192)
+def _network_of(address: str) -> str:
+    """As `network_of`: it is asked for several times a request, and takes 13 µs."""
     canonical = canonical_address(address)
     return str(ipaddress.IPv6Network((canonical, _IPV6_PREFIX), strict=False)) if ":" in canonical else canonical

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 
+@lru_cache(maxsize=8192)
 def place_of(address: str) -> str:
     """Return the network that stands for the location of an address, or of a network (of which `address` is then the
     first): its /24, or its /48 in IPv6 (RFC 6177); "" if none.
