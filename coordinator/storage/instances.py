@@ -9,6 +9,7 @@ from __future__ import annotations
 from sqlalchemy import Connection, bindparam, select, update
 
 from coordinator.storage.gaps import CLOCK_STEP_SECONDS
+from coordinator.storage.prepared import Prepared
 from coordinator.storage.schema import nodes
 from node.protocol.messages import Registration
 from node.protocol.reasons import Reason, Refusal
@@ -16,13 +17,12 @@ from node.protocol.reasons import Reason, Refusal
 INSTANCE_SECONDS = 120.0
 """Inactivity after which another instance may register."""
 
-# Built once, as in `work_statements`.
-_HELD = (
+_HELD = Prepared(
     select(nodes.c.instance, nodes.c.instance_name, nodes.c.instance_seen_at)
     .where(nodes.c.node == bindparam("key"))
     .with_for_update()
 )
-_HEARD = (
+_HEARD = Prepared(
     update(nodes)
     .where(nodes.c.node == bindparam("key"), nodes.c.instance == bindparam("own"))
     .values(instance_seen_at=bindparam("at"))
@@ -38,19 +38,19 @@ def instance_columns(
     connection: Connection, node: str, registration: Registration, *, now: float
 ) -> dict[str, str | float]:
     """Return the registering instance's columns of `nodes`; raises Refusal while another one is active."""
-    held = connection.execute(_HELD, {"key": node}).first()
-    if held is not None and held.instance not in ("", registration.instance):
-        _refuse_if_active(held.instance_name, held.instance_seen_at, now=now)
+    held = _HELD.first(connection, {"key": node})
+    if held is not None and held[0] not in ("", registration.instance):
+        _refuse_if_active(*held[1:], now=now)
     return {"instance": registration.instance, "instance_name": registration.name, "instance_seen_at": now}
 
 
 def record_activity(connection: Connection, node: str, instance: str, *, now: float) -> None:
     """Update when the node's instance was last seen; raises Refusal unless it is the last registered one."""
-    if connection.execute(_HEARD, {"key": node, "own": instance, "at": now}).rowcount == 1:
+    if _HEARD.run(connection, {"key": node, "own": instance, "at": now}) == 1:
         return
-    held = connection.execute(_HELD, {"key": node}).first()
+    held = _HELD.first(connection, {"key": node})
     if held is not None:
-        _refuse_if_active(held.instance_name, held.instance_seen_at, now=now)
+        _refuse_if_active(*held[1:], now=now)
     # The registered instance is inactive: have this one register, which records its name.
     raise Refusal(Reason.UNKNOWN_IDENTITY, f"This instance of node {node[:16]}….")
 

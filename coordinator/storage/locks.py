@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import Connection, TextClause, text
+from sqlalchemy import Connection, text
+
+from coordinator.storage.prepared import Prepared
 
 SPACE: Final = 0x76657269  # "veri"
 _BATCHES, _WORK, _LOG, LEADER = 1, 2, 3, 4
@@ -28,10 +30,10 @@ def _exclusive(lock: int) -> str:
     return f"pg_advisory_xact_lock({SPACE}, {lock})"
 
 
-_SUBMITTING: Final = text(f"SELECT {_shared(_BATCHES)}")
-_LEASING: Final = text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_WORK)}")
-_DECIDING: Final = text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_LOG)}")
-_EXCLUSIVE: Final = text(f"SELECT {_exclusive(_BATCHES)}, {_exclusive(_WORK)}, {_exclusive(_LOG)}")
+_SUBMITTING: Final = Prepared(text(f"SELECT {_shared(_BATCHES)}"))
+_LEASING: Final = Prepared(text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_WORK)}"))
+_DECIDING: Final = Prepared(text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_LOG)}"))
+_EXCLUSIVE: Final = Prepared(text(f"SELECT {_exclusive(_BATCHES)}, {_exclusive(_WORK)}, {_exclusive(_LOG)}"))
 
 
 def submitting(connection: Connection) -> None:
@@ -54,6 +56,6 @@ def exclusive(connection: Connection) -> None:
     _acquire(connection, _EXCLUSIVE)
 
 
-def _acquire(connection: Connection, statement: TextClause) -> None:
+def _acquire(connection: Connection, statement: Prepared) -> None:
     if connection.dialect.name == "postgresql":
-        connection.execute(statement)
+        statement.run(connection)

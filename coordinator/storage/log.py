@@ -8,6 +8,7 @@ from sqlalchemy import Connection, func, insert, select
 
 from coordinator.errors import StorageFault
 from coordinator.storage import locks
+from coordinator.storage.prepared import Prepared
 from coordinator.storage.schema import log_entries, log_nodes
 from node.protocol import merkle
 from node.protocol.messages import LogEntry
@@ -16,6 +17,8 @@ from shardcast.wire import encode
 ENTRIES = log_entries.name
 MAX_ENTRIES_PER_READ = 1000
 MAX_BYTES_PER_READ = 4 * 1024 * 1024
+
+_LAST = Prepared(select(func.max(log_entries.c.index)))
 
 
 def append(connection: Connection, entry: LogEntry) -> int:
@@ -36,7 +39,7 @@ def add_nodes(connection: Connection, nodes: Sequence[tuple[int, int, bytes]]) -
 
 def size(connection: Connection) -> int:
     """Return the number of entries."""
-    last = connection.execute(select(func.max(log_entries.c.index))).scalar()
+    last = _LAST.scalar(connection)
     return 0 if last is None else last + 1
 
 

@@ -37,4 +37,5 @@ class Progress:
 
 def progress(connection: Connection) -> Progress:
     """Read the run's progress."""
-    return Progress.of(*connection.execute(statements.PROGRESS).one())
+    ((head, last_step),) = statements.PROGRESS.rows(connection)
+    return Progress.of(head, last_step)

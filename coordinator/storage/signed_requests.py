@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, bindparam, delete, insert
+from sqlalchemy import Connection, bindparam, delete, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from coordinator.storage.database import Database
+from coordinator.storage.prepared import Prepared, insert_into
 from coordinator.storage.schema import nonces
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
@@ -17,8 +18,9 @@ from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
 FORGET_SECONDS = 1.0
 """Period of deleting expired nonces: deleting those of a minute at once blocks writers for 0.1 s."""
 
-# Built once, as in `work_statements`.
-_INSERT, _DELETE_EXPIRED = insert(nonces), delete(nonces).where(nonces.c.expires_at < bindparam("now"))
+_INSERT = Prepared(insert_into(nonces, "nonce", "expires_at"))
+_DELETE_EXPIRED = Prepared(delete(nonces).where(nonces.c.expires_at < bindparam("now")))
+_SAVEPOINT, _ROLL_BACK = Prepared(text("SAVEPOINT asked")), Prepared(text("ROLLBACK TO SAVEPOINT asked"))
 
 
 class SignedRequestLog:
@@ -38,22 +40,22 @@ class SignedRequestLog:
         failure: Exception | None = None
         with self._database.write(durable=False) as connection:
             self._insert(connection, nonce, now=now)
-            connection.exec_driver_sql("SAVEPOINT asked")
+            _SAVEPOINT.run(connection)
             try:
                 yield connection
             except OperationalError:
                 raise
             except Exception as error:  # noqa: BLE001  (raised again below)
-                connection.exec_driver_sql("ROLLBACK TO SAVEPOINT asked")
+                _ROLL_BACK.run(connection)
                 failure = error
         if failure is not None:
             raise failure
 
     def _insert(self, connection: Connection, nonce: str, *, now: float) -> None:
         if not 0 <= now - self._forgot_at < FORGET_SECONDS:
-            connection.execute(_DELETE_EXPIRED, {"now": now})
+            _DELETE_EXPIRED.run(connection, {"now": now})
             self._forgot_at = now
         try:
-            connection.execute(_INSERT, {"nonce": nonce, "expires_at": now + 2 * MAX_CLOCK_SKEW_SECONDS})
+            _INSERT.run(connection, {"nonce": nonce, "expires_at": now + 2 * MAX_CLOCK_SKEW_SECONDS})
         except IntegrityError as error:
             raise Refusal(Reason.REPLAYED_REQUEST, "Its nonce was used.") from error

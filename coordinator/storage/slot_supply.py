@@ -20,6 +20,8 @@ from node.protocol.environment_spec import PackageSpec
 from node.protocol.messages import LeaseRequest
 from node.protocol.run import RunSpec
 
+_NOTHING_DRAWN: Mapping[str, int | None] = {"candidate": None, "environment": None, "problem": None}
+
 
 @dataclass(frozen=True, slots=True)
 class TakenSlot:
@@ -66,11 +68,10 @@ def take_open(
         given["lacks"] = sorted(lacks)
     else:
         query = statements.OPEN_SLOTS if proven else statements.OPEN_SLOTS_FOR_UNPROVEN
-    found = connection.execute(query, given)
-    rows = [TakenSlot(*row) for row in found]
+    rows = [TakenSlot(*row) for row in query.rows(connection, given)]
     rows = [row for row in rows if row.version == rows[0].version]
     for row in rows:
-        connection.execute(statements.SLOT_STATE, {"slot": row.id, "new_state": SlotState.LEASED})
+        statements.SLOT_STATE.run(connection, {"slot": row.id, "new_state": SlotState.LEASED})
     return rows
 
 
@@ -93,7 +94,7 @@ def open_new(
     enough are of the environments that it likes.
     """
     capacity = capacity_of(at, spec=spec)
-    under_way, waiting, last = connection.execute(statements.SLOTS_NOW, {"version": at.head}).one()
+    ((under_way, waiting, last),) = statements.SLOTS_NOW.rows(connection, {"version": at.head})
     reserve = 0 if lacks else min(capacity, spec.batch.groups_per_step)
     room = min(most, max(capacity - waiting, reserve) - under_way)
     first = 0 if last is None else last + 1
@@ -104,8 +105,8 @@ def open_new(
         except pools.HeadMoved:
             break
         state = SlotState.OPEN if drawn.get("environment") in lacks else SlotState.LEASED
-        values = {"version": at.head, "number": number, "state": state, "opened_at": now} | drawn
-        added = connection.execute(statements.NEW_SLOT, values).scalar_one()
+        values = {"version": at.head, "number": number, "state": state, "opened_at": now, **_NOTHING_DRAWN, **drawn}
+        added = statements.NEW_SLOT.scalar(connection, values)
         if state is SlotState.LEASED:
             taken.append(TakenSlot(added, at.head, number, manifest, drawn.get("candidate")))
     return taken

@@ -9,6 +9,7 @@ from typing import Final
 from sqlalchemy import Connection, and_, bindparam, func, select
 
 from coordinator.errors import StorageFault
+from coordinator.storage.prepared import Prepared
 from coordinator.storage.schema import (
     RECHECK_DUE,
     SubmissionState,
@@ -36,7 +37,7 @@ class VerdictLeaf:
     entry: VerdictEntry
 
 
-_JUDGED: Final = (
+_JUDGED: Final = Prepared(
     select(submissions.c.state, submissions.c.log_index, log_entries.c.leaf, log_nodes.c.hash)
     .outerjoin(log_entries, log_entries.c.index == submissions.c.log_index)
     .outerjoin(log_nodes, and_(log_nodes.c.level == 0, log_nodes.c.index == submissions.c.log_index))
@@ -79,21 +80,22 @@ def logged_verdict(connection: Connection, submission: str) -> VerdictLeaf | Sub
     Of the submission's own row, which can change, only the place in the log is believed, and that only if the leaf
     there is in the Merkle tree and is this submission's. Raises StorageFault otherwise.
     """
-    row = connection.execute(_JUDGED, {"submission": submission}).first()
+    row = _JUDGED.first(connection, {"submission": submission})
     if row is None:
         return None
-    if row.log_index is None and row.state in QUEUED:
-        return SubmissionState(row.state)
-    if row.leaf is None or row.hash is None or merkle.leaf_hash(bytes(row.leaf)) != bytes(row.hash):
-        raise StorageFault(f"submission {submission} has no leaf in the log's tree at its place {row.log_index}")
-    leaf = bytes(row.leaf)
+    state, log_index, stored, leaf_hash = row
+    if log_index is None and state in QUEUED:
+        return SubmissionState(state)
+    if stored is None or leaf_hash is None or merkle.leaf_hash(bytes(stored)) != bytes(leaf_hash):
+        raise StorageFault(f"submission {submission} has no leaf in the log's tree at its place {log_index}")
+    leaf = bytes(stored)
     try:
         entry = decode(VerdictEntry, leaf, max_bytes=MAX_ENTRY_BYTES)
     except Malformed as error:
-        raise StorageFault(f"log entry {row.log_index}, of submission {submission}, is not a verdict") from error
+        raise StorageFault(f"log entry {log_index}, of submission {submission}, is not a verdict") from error
     if entry.submission != submission or entry.recheck:
-        raise StorageFault(f"log entry {row.log_index} is not the first verdict on submission {submission}")
-    return VerdictLeaf(log_index=row.log_index, leaf=leaf, entry=entry)
+        raise StorageFault(f"log entry {log_index} is not the first verdict on submission {submission}")
+    return VerdictLeaf(log_index=log_index, leaf=leaf, entry=entry)
 
 
 def submission_row(connection: Connection, submission: str) -> SubmissionRow | None:

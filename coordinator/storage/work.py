@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from msgspec import UNSET
-from sqlalchemy import Connection, Select
+from sqlalchemy import Connection
 
 from coordinator.storage import gaps, locks
 from coordinator.storage import work_statements as statements
 from coordinator.storage.places import place_of
+from coordinator.storage.prepared import Prepared
 from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
 from coordinator.storage.slot_supply import TakenSlot, capacity_of, lacked_environments, open_new, take_open
@@ -71,7 +72,7 @@ def lease(
     """
     locks.leasing(connection)
     expire_leases(connection, spec=spec, now=now)
-    head, last_step, manifest, unfinished = connection.execute(statements.SITUATION, {"node": node}).one()
+    ((head, last_step, manifest, unfinished),) = statements.SITUATION.rows(connection, {"node": node})
     at = Progress.of(head, last_step)
     oldest_held = min((held for held in request.held_versions if held <= at.head), default=None)
     seen = {"oldest_held": oldest_held, "is_busy": unfinished > 0}
@@ -151,7 +152,7 @@ def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
     """
     # All leases have one length, so that the indexed end tells when a lease was issued.
     too_late = now + gaps.CLOCK_STEP_SECONDS + spec.batch.lease_seconds
-    for name, node in connection.execute(statements.OVERDUE, {"now": now, "too_late": too_late}).all():
+    for name, node in statements.OVERDUE.rows(connection, {"now": now, "too_late": too_late}):
         _end_lease(connection, name, LeaseState.EXPIRED, now=now)
         start_backoff(connection, node, batch=spec.batch, now=now)
 
@@ -189,12 +190,13 @@ def submit(
     """Queue a stored submission for verification; raises Refusal."""
     locks.submitting(connection)
     slot_id = check_lease(connection, node=node, lease_id=lease_id, spec=spec, now=now)
-    earlier = connection.execute(statements.KNOWN_BODY, {"body": arrival.body, "slot": slot_id}).first()
+    earlier = statements.KNOWN_BODY.first(connection, {"body": arrival.body, "slot": slot_id})
     if earlier is not None:
-        own = earlier.submission if earlier.node == node else None
+        submission, author = earlier
+        own = submission if author == node else None
         raise Refusal(Reason.DUPLICATE_SUBMISSION, "This very file was submitted before.", submission=own)
-    connection.execute(statements.LEASE_STATE, {"of_lease": lease_id, "new_state": LeaseState.SUBMITTED})
-    connection.execute(statements.SLOT_STATE, {"slot": slot_id, "new_state": SlotState.SUBMITTED})
+    statements.LEASE_STATE.run(connection, {"of_lease": lease_id, "new_state": LeaseState.SUBMITTED})
+    statements.SLOT_STATE.run(connection, {"slot": slot_id, "new_state": SlotState.SUBMITTED})
     values = {
         "submission": arrival.submission,
         "lease": lease_id,
@@ -209,19 +211,19 @@ def submit(
         # Drawn once: neither a verifier's crash nor a repeated request may draw again.
         "draw": secrets.SystemRandom().random(),
     }
-    connection.execute(statements.NEW_SUBMISSION, values)
+    statements.NEW_SUBMISSION.run(connection, values)
 
 
 def _active_lease(connection: Connection, *, node: str, lease_id: str, now: float) -> _LeaseRow:
     # `lease_id` is any text from a URL; PostgreSQL refuses NUL characters.
-    row = connection.execute(statements.LEASE, {"lease": lease_id}).first() if is_digest(lease_id) else None
+    row = statements.LEASE.first(connection, {"lease": lease_id}) if is_digest(lease_id) else None
     if row is None:
         raise Refusal(Reason.UNKNOWN_LEASE, f"Lease {lease_id[:16]}….")
     holder, state, expires_at, slot_id, version, slot_state, head, last_step = row
     if holder != node:
         raise Refusal(Reason.FOREIGN_LEASE, f"Lease {lease_id[:16]}….")
     if state == LeaseState.SUBMITTED:
-        own = connection.execute(statements.SUBMISSION_OF, {"lease": lease_id}).scalar()
+        own = statements.SUBMISSION_OF.scalar(connection, {"lease": lease_id})
         raise Refusal(Reason.DUPLICATE_SUBMISSION, f"Lease {lease_id[:16]}… was used.", submission=own)
     if slot_state == SlotState.STALE:
         raise Refusal(Reason.STALE_POLICY, f"Policy {version} is too old now.")
@@ -239,9 +241,9 @@ class _LeaseRow:
 
 def _end_lease(connection: Connection, name: str, state: LeaseState, *, now: float) -> bool:
     """End an active lease and reopen its slot; return False if it is not active any more."""
-    ended = connection.execute(statements.END_LEASE, {"of_lease": name, "new_state": state, "now": now}).rowcount > 0
+    ended = statements.END_LEASE.run(connection, {"of_lease": name, "new_state": state, "now": now}) > 0
     if ended:
-        connection.execute(statements.REOPEN_SLOT, {"of_lease": name})
+        statements.REOPEN_SLOT.run(connection, {"of_lease": name})
     return ended
 
 
@@ -264,11 +266,11 @@ def _standing(connection: Connection, seen: Mapping[str, Any], *, node: str, add
     an unknown node.
     """
     there = {"of_node": node, "now": now, "from_address": address, "from_place": place_of(address)}
-    row = connection.execute(statements.NODE_SEEN, {**there, **seen}).first()
+    row = statements.NODE_SEEN.first(connection, {**there, **seen})
     if row is None:
         raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
-    of_slots = Standing(verified=row.verified, strikes=row.strikes)
-    return _Standing(row.admitted, row.rejected_streak, row.not_before, of_slots)
+    admitted, rejected_streak, not_before, verified, strikes = row
+    return _Standing(admitted, rejected_streak, not_before, Standing(verified=verified, strikes=strikes))
 
 
 def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, place: str) -> int:
@@ -294,8 +296,8 @@ def _unproven_share(at: Progress, *, spec: RunSpec) -> int:
     return max(1, capacity_of(at, spec=spec) // 2)
 
 
-def _count(connection: Connection, statement: Select[Any], **values: str) -> int:
-    return int(connection.execute(statement, values).scalar_one())
+def _count(connection: Connection, statement: Prepared, **values: str) -> int:
+    return int(statement.scalar(connection, values))
 
 
 def active_leases(connection: Connection, slot_ids: Sequence[int]) -> list[tuple[str, str]]:
@@ -319,7 +321,7 @@ def _issue_lease(connection: Connection, row: TakenSlot, *, node: str, spec: Run
     name = secrets.token_hex(32)
     expires_at = now + spec.batch.lease_seconds
     held = {"lease": name, "slot_id": row.id, "node": node, "state": LeaseState.ACTIVE}
-    connection.execute(statements.NEW_LEASE, held | {"issued_at": now, "expires_at": expires_at})
+    statements.NEW_LEASE.run(connection, held | {"issued_at": now, "expires_at": expires_at})
     return Lease(
         lease_id=name,
         version=row.version,

@@ -1,4 +1,4 @@
-"""The statements of `work`, built once: building one in SQLAlchemy takes three times as long as running it.
+"""The statements of `work`, prepared: building one in SQLAlchemy takes three times as long as running it.
 
 A column is compared with constants by `or_`, since `in_` is expanded at each execution, and never by inequality, which
 uses no index.
@@ -18,13 +18,13 @@ from sqlalchemy import (
     bindparam,
     case,
     func,
-    insert,
     not_,
     or_,
     select,
     update,
 )
 
+from coordinator.storage.prepared import Prepared, insert_into
 from coordinator.storage.schema import (
     LeaseState,
     SlotState,
@@ -55,12 +55,12 @@ def _how_many(*conditions: ColumnElement[bool]) -> Select[Any]:
 
 _HEAD = select(func.max(policies.c.version)).scalar_subquery()
 _LAST_STEP = select(func.max(steps.c.step)).scalar_subquery()
-PROGRESS = select(_HEAD, _LAST_STEP)
+PROGRESS = Prepared(select(_HEAD, _LAST_STEP))
 
 _OLDEST_HELD = bindparam("oldest_held", type_=Integer)
 _KEEPS_HELD = and_(bindparam("is_busy", type_=Boolean), or_(_OLDEST_HELD.is_(None), nodes.c.held_from < _OLDEST_HELD))
 """Whether a node may have older policies than it says: with work under way it names those that it would begin with."""
-NODE_SEEN = (
+NODE_SEEN = Prepared(
     update(nodes)
     .where(nodes.c.node == bindparam("of_node"))
     .values(
@@ -79,24 +79,28 @@ _WITHOUT_VERDICT = (
 )
 """Rechecks do not count: a rejected node's would take capacity from others."""
 
-HELD = _how_many(leases.c.node == bindparam("node"), _ACTIVE)
-HELD_AT = _how_many(_ACTIVE, leases.c.node == nodes.c.node, nodes.c.address == bindparam("address"))
-HELD_BY_UNPROVEN = _how_many(_ACTIVE, leases.c.node == nodes.c.node, is_unproven())
-UNJUDGED = _how_many(submissions.c.node == bindparam("node"), *_WITHOUT_VERDICT)
-UNJUDGED_OF_UNPROVEN = _how_many(*_WITHOUT_VERDICT, submissions.c.node == nodes.c.node, is_unproven())
+_HELD = _how_many(leases.c.node == bindparam("node"), _ACTIVE)
+HELD_AT = Prepared(_how_many(_ACTIVE, leases.c.node == nodes.c.node, nodes.c.address == bindparam("address")))
+_HELD_BY_UNPROVEN = _how_many(_ACTIVE, leases.c.node == nodes.c.node, is_unproven())
+_UNJUDGED = _how_many(submissions.c.node == bindparam("node"), *_WITHOUT_VERDICT)
+_UNJUDGED_OF_UNPROVEN = _how_many(*_WITHOUT_VERDICT, submissions.c.node == nodes.c.node, is_unproven())
 _THERE = nodes.c.place == bindparam("place")
-HELD_BY_UNPROVEN_THERE = HELD_BY_UNPROVEN.where(_THERE)
-UNJUDGED_OF_UNPROVEN_THERE = UNJUDGED_OF_UNPROVEN.where(_THERE)
+HELD, UNJUDGED = Prepared(_HELD), Prepared(_UNJUDGED)
+HELD_BY_UNPROVEN, UNJUDGED_OF_UNPROVEN = Prepared(_HELD_BY_UNPROVEN), Prepared(_UNJUDGED_OF_UNPROVEN)
+HELD_BY_UNPROVEN_THERE = Prepared(_HELD_BY_UNPROVEN.where(_THERE))
+UNJUDGED_OF_UNPROVEN_THERE = Prepared(_UNJUDGED_OF_UNPROVEN.where(_THERE))
 
-SITUATION = select(
-    _HEAD,
-    _LAST_STEP,
-    select(policies.c.manifest_digest).order_by(policies.c.version.desc()).limit(1).scalar_subquery(),
-    HELD.scalar_subquery() + UNJUDGED.scalar_subquery(),
+SITUATION = Prepared(
+    select(
+        _HEAD,
+        _LAST_STEP,
+        select(policies.c.manifest_digest).order_by(policies.c.version.desc()).limit(1).scalar_subquery(),
+        _HELD.scalar_subquery() + _UNJUDGED.scalar_subquery(),
+    )
 )
 """Newest policy, last step, the newest policy's manifest, and `node`'s leases and submissions without a verdict."""
 
-LEASE = (
+LEASE = Prepared(
     select(
         leases.c.node,
         leases.c.state,
@@ -111,32 +115,40 @@ LEASE = (
     .where(leases.c.lease == bindparam("lease"))
     .with_for_update(of=leases)
 )
-OVERDUE = (
+OVERDUE = Prepared(
     select(leases.c.lease, leases.c.node)
     .where(_ACTIVE, or_(leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late")))
     # A lease whose submission is being committed is in time.
     .with_for_update(skip_locked=True)
 )
 ACTIVE_OF = select(leases.c.lease, leases.c.node).where(_ACTIVE, leases.c.slot_id.in_(bindparam("ids", expanding=True)))
-NEW_LEASE = insert(leases)
-END_LEASE = (
+NEW_LEASE = Prepared(insert_into(leases, "lease", "slot_id", "node", "state", "issued_at", "expires_at"))
+END_LEASE = Prepared(
     update(leases)
     .where(leases.c.lease == bindparam("of_lease"), _ACTIVE)
     .values(state=bindparam("new_state"), ended_at=bindparam("now"))
 )
-LEASE_STATE = update(leases).where(leases.c.lease == bindparam("of_lease")).values(state=bindparam("new_state"))
+LEASE_STATE = Prepared(
+    update(leases).where(leases.c.lease == bindparam("of_lease")).values(state=bindparam("new_state"))
+)
 
-GROUPS_WAITING = _how_many(groups.c.step.is_(None))
-SLOTS_NOW = select(
-    _how_many(_one_of(slots.c.state, SlotState.LEASED, SlotState.SUBMITTED, SlotState.ADMITTED)).scalar_subquery(),
-    _how_many(slots.c.state == SlotState.OPEN).scalar_subquery(),
-    select(func.max(slots.c.number)).where(slots.c.version == bindparam("version")).scalar_subquery(),
+GROUPS_WAITING = Prepared(_how_many(groups.c.step.is_(None)))
+SLOTS_NOW = Prepared(
+    select(
+        _how_many(_one_of(slots.c.state, SlotState.LEASED, SlotState.SUBMITTED, SlotState.ADMITTED)).scalar_subquery(),
+        _how_many(slots.c.state == SlotState.OPEN).scalar_subquery(),
+        select(func.max(slots.c.number)).where(slots.c.version == bindparam("version")).scalar_subquery(),
+    )
 )
 """How many slots are in flight, how many are open, and the highest number of a version."""
 
-NEW_SLOT = insert(slots).returning(slots.c.id)
-SLOT_STATE = update(slots).where(slots.c.id == bindparam("slot")).values(state=bindparam("new_state"))
-REOPEN_SLOT = (
+NEW_SLOT = Prepared(
+    insert_into(slots, "version", "number", "state", "opened_at", "candidate", "environment", "problem").returning(
+        slots.c.id
+    )
+)
+SLOT_STATE = Prepared(update(slots).where(slots.c.id == bindparam("slot")).values(state=bindparam("new_state")))
+REOPEN_SLOT = Prepared(
     update(slots)
     .where(
         slots.c.id == select(leases.c.slot_id).where(leases.c.lease == bindparam("of_lease")).scalar_subquery(),
@@ -195,39 +207,57 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
     )
 
 
-OPEN_SLOTS, OPEN_SLOTS_FOR_UNPROVEN = _open_slots(with_failures=True), _open_slots(with_failures=False)
+_ALL, _FOR_UNPROVEN = _open_slots(with_failures=True), _open_slots(with_failures=False)
+OPEN_SLOTS, OPEN_SLOTS_FOR_UNPROVEN = Prepared(_ALL), Prepared(_FOR_UNPROVEN)
 _HAS_ENVIRONMENT = slots.c.environment.not_in(bindparam("lacks", expanding=True))
-OPEN_SLOTS_IT_HAS = OPEN_SLOTS.where(_HAS_ENVIRONMENT)
-OPEN_SLOTS_IT_HAS_FOR_UNPROVEN = OPEN_SLOTS_FOR_UNPROVEN.where(_HAS_ENVIRONMENT)
+OPEN_SLOTS_IT_HAS = Prepared(_ALL.where(_HAS_ENVIRONMENT))
+OPEN_SLOTS_IT_HAS_FOR_UNPROVEN = Prepared(_FOR_UNPROVEN.where(_HAS_ENVIRONMENT))
 """As the former, without slots of the environments `lacks`."""
 
 # Honest nodes generate the same bytes for a slot, so a file is a duplicate only if it was admitted anywhere, or was
 # rejected or is queued for this slot. Otherwise a copy submitted for another slot would block its author, and a node
 # rejected for drift would block its successor.
-KNOWN_BODY = select(submissions.c.submission, submissions.c.node).where(
-    submissions.c.body == bindparam("body"),
-    or_(
-        # An indeterminate second verdict does not say that the file is wrong.
-        and_(
-            submissions.c.outcome == Outcome.ADMITTED,
-            submissions.c.recheck.is_distinct_from(Outcome.INDETERMINATE),
-        ),
-        and_(
-            submissions.c.slot_id == bindparam("slot"),
-            or_(
-                submissions.c.outcome.is_(None),
-                and_(
-                    submissions.c.outcome == Outcome.REJECTED,
-                    # The body differed from the signed digest, so it was not judged.
-                    submissions.c.reason.is_distinct_from(Reason.WRONG_BODY),
-                    or_(
-                        submissions.c.figure.is_(None),
-                        not_(submissions.c.figure.endswith(DRIFT, autoescape=True)),
+KNOWN_BODY = Prepared(
+    select(submissions.c.submission, submissions.c.node).where(
+        submissions.c.body == bindparam("body"),
+        or_(
+            # An indeterminate second verdict does not say that the file is wrong.
+            and_(
+                submissions.c.outcome == Outcome.ADMITTED,
+                submissions.c.recheck.is_distinct_from(Outcome.INDETERMINATE),
+            ),
+            and_(
+                submissions.c.slot_id == bindparam("slot"),
+                or_(
+                    submissions.c.outcome.is_(None),
+                    and_(
+                        submissions.c.outcome == Outcome.REJECTED,
+                        # The body differed from the signed digest, so it was not judged.
+                        submissions.c.reason.is_distinct_from(Reason.WRONG_BODY),
+                        or_(
+                            submissions.c.figure.is_(None),
+                            not_(submissions.c.figure.endswith(DRIFT, autoescape=True)),
+                        ),
                     ),
                 ),
             ),
         ),
-    ),
+    )
 )
-SUBMISSION_OF = select(submissions.c.submission).where(submissions.c.lease == bindparam("lease"))
-NEW_SUBMISSION = insert(submissions)
+SUBMISSION_OF = Prepared(select(submissions.c.submission).where(submissions.c.lease == bindparam("lease")))
+NEW_SUBMISSION = Prepared(
+    insert_into(
+        submissions,
+        "submission",
+        "lease",
+        "slot_id",
+        "node",
+        "request",
+        "body",
+        "body_bytes",
+        "received_at",
+        "state",
+        "attempts",
+        "draw",
+    )
+)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of
@@ -24,6 +25,7 @@ from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import signed_requests
 from coordinator.storage.database import Database
+from coordinator.storage.prepared import Prepared
 from coordinator.storage.schema import nodes, nonces
 from node.protocol.messages import LeaseRequest, Registration, RequestClaim
 from node.protocol.reasons import Reason, Refusal
@@ -142,14 +144,14 @@ def test_of_requests_in_the_same_second_one_looks_for_old_nonces(
     """To look for them with each request costs a tenth of it, and a minute's worth at once 0.1 s for all."""
     assert signed_requests.FORGET_SECONDS <= 5
     looked: list[float] = []
-    execute = Connection.execute
+    run = Prepared.run
 
-    def noting(connection: Connection, statement: object, *args: object) -> object:
+    def noting(statement: Prepared, *args: Any) -> int:
         if statement is signed_requests._DELETE_EXPIRED:
             looked.append(now)
-        return execute(connection, statement, *args)  # type: ignore[call-overload]
+        return run(statement, *args)
 
-    monkeypatch.setattr(Connection, "execute", noting)
+    monkeypatch.setattr(Prepared, "run", noting)
     for n in range(40):
         now = NOW + n / 20
         assert not is_replay(coordinator, claim_of(home, at=now), now=now)
