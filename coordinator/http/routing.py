@@ -11,7 +11,6 @@ from typing import Annotated, Any, Generic, TypeVar, cast
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.params import Depends as Dependency
 from fastapi.types import DecoratedCallable
-from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.middleware import address_of
 from coordinator.http.rate_limits import network_of
@@ -19,6 +18,7 @@ from coordinator.http.service import Service
 from coordinator.http.signed_requests import check_body, open_request, read_body, read_envelope, read_message
 from coordinator.storage.database import Connection
 from node.protocol.endpoints import Endpoint
+from node.protocol.messages import RequestClaim
 from shardcast.wire import Wire, digest, encode
 
 T = TypeVar("T")
@@ -70,12 +70,12 @@ class SignedCall(Generic[BodyT]):
     async def execute(self, act: Callable[[Connection, str, BodyT], T]) -> T:
         """Verify the request and return `act(transaction, node, message)`; raises Refusal.
 
-        Runs in one thread and in the transaction that uses up the nonce: both hops are most of a request's cost.
+        `act` runs in a thread, in the transaction that uses up the nonce.
         """
-        return await run_in_threadpool(self._execute, act)
-
-    def _execute(self, act: Callable[[Connection, str, BodyT], T]) -> T:
         node, claim = open_request(self.envelope)
+        return await self.service.writes.run(lambda: self._execute(act, node, claim))
+
+    def _execute(self, act: Callable[[Connection, str, BodyT], T], node: str, claim: RequestClaim) -> T:
         body_digest = digest(self.body)
         with self.service.signed.accept(self.request, node, claim) as connection:
             check_body(claim, body_digest, len(self.body))

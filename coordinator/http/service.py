@@ -15,6 +15,7 @@ from coordinator.http.metrics import Metrics
 from coordinator.http.rate_limits import AddressLimiter, RateLimiter
 from coordinator.http.shutdown import Shutdown
 from coordinator.http.signed_requests import SignedRequests
+from coordinator.http.write_queue import WriteQueue
 from coordinator.run.service import Coordinator
 from coordinator.run.status import run_status
 from shardcast.wire import encode
@@ -57,8 +58,9 @@ class Service:
         self.metrics = metrics
         self.shutdown = shutdown
         self.signed = SignedRequests(coordinator, limiter=RateLimiter(per_minute=limits.per_node, who="node"))
+        self.writes = WriteQueue(coordinator.home.database)
         self.registrations = AddressLimiter(per_minute=limits.registrations)
-        self.intake = intake_of(coordinator)
+        self.intake = intake_of(coordinator, self.writes)
         self.descriptors = DescriptorWatch(coordinator.descriptors, shutdown)
         self.verdicts = LogWatch(coordinator.log_size, coordinator.entries)
         self.figures = Cached(metrics.render)

@@ -8,19 +8,22 @@ SQLite has one writer at a time. PostgreSQL has many, which exclude each other b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import URL, Connection, create_engine, make_url, text
+from sqlalchemy import URL, Connection, Engine, create_engine, make_url, text
 from sqlalchemy.exc import ArgumentError
 
 from coordinator.errors import BadConfiguration
 from coordinator.storage import locks, sqlite
+from coordinator.storage.faults import DatabaseAway
 from coordinator.storage.leadership import FileLeadership, Leadership, SessionLeadership
+from coordinator.storage.prepared import Prepared
 from coordinator.storage.timings import TransactionTimer
 
 __all__ = ["Connection", "Database", "migrations", "sqlite_path", "sqlite_url", "upgrade", "without_password"]
@@ -41,11 +44,25 @@ _FLUSH: Final = text("SELECT pg_logical_emit_message(true, 'swarmproof', '')")
 """Writes a few bytes to the write-ahead log; their commit flushes everything before them."""
 
 
+_SAVEPOINT, _RELEASE = Prepared(text("SAVEPOINT job")), Prepared(text("RELEASE SAVEPOINT job"))
+_ROLL_BACK = Prepared(text("ROLLBACK TO SAVEPOINT job"))
+
+T = TypeVar("T")
+
+
+class _Batch(threading.local):
+    """The transaction that this thread executes several jobs in, if any, and whether one of them asked for a sync."""
+
+    connection: Connection | None = None
+    is_sync_due = False
+
+
 class Database:
     """Connection pools to the run's database, shared by the threads of one process."""
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._batch = _Batch()
         try:
             parsed = _checked(make_url(url))
             if parsed.get_backend_name() == "sqlite":
@@ -67,7 +84,12 @@ class Database:
         process_lock = sqlite.ProcessLock(Path(f"{url.database}-line"))
         sqlite.prepare(self._engine, process_lock, synchronous="FULL")
         sqlite.prepare(self._lazy, process_lock, synchronous="NORMAL")
-        self._snapshot: dict[str, object] = {}
+        writes = {sqlite.WRITES: True}
+        self._reads: Engine = self._engine
+        self._writes: dict[bool, Engine] = {
+            True: self._engine.execution_options(**writes),
+            False: self._lazy.execution_options(**writes),
+        }
 
     def _open_postgresql(self, url: URL) -> None:
         def settings(**more: str) -> dict[str, str]:
@@ -78,7 +100,8 @@ class Database:
         self._engine = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=durable)
         self._lazy = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=lazy)
         self._write_lock, self._wal = nullcontext(), None
-        self._snapshot = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        self._reads = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        self._writes = {True: self._engine, False: self._lazy}
 
     def migrate(self) -> None:
         """Migrate the schema to this release's."""
@@ -88,23 +111,53 @@ class Database:
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Connection]:
-        """Open a write transaction: committed at the end of the block, rolled back on any exception."""
-        engine = self._engine if durable else self._lazy
+        """Open a write transaction: committed at the end of the block, rolled back on any exception.
+
+        Among jobs that are executed together it is a part of theirs.
+        """
+        shared = self._batch.connection
+        with self._transaction(durable=durable) if shared is None else _savepoint(shared) as connection:
+            yield connection
+
+    @contextmanager
+    def _transaction(self, *, durable: bool) -> Iterator[Connection]:
         with (
             TransactionTimer("write") as timer,
             self._write_lock,
-            engine.connect().execution_options(**{sqlite.WRITES: True}) as connection,
+            self._writes[durable].connect() as connection,
             connection.begin(),
         ):
             timer.begun()
             yield connection
+
+    @property
+    def shares_commits(self) -> bool:
+        """Whether `execute_together` saves anything: where one transaction at a time writes anyway."""
+        return self._wal is not None
+
+    def execute_together(self, jobs: Sequence[Callable[[], T]]) -> list[tuple[T | None, Exception | None]]:
+        """Call `jobs`, whose transactions of `write` become one; return what each returned, or what it raised.
+
+        A job that raises undoes its own writes alone, and `sync` waits once, after the commit, for all that asked for
+        it. Raises DatabaseAway, or StorageFault of the sync: then none is done. Not durable, as with `durable=False`.
+        """
+        batch = self._batch
+        with self._transaction(durable=False) as connection:
+            batch.connection, batch.is_sync_due = connection, False
+            try:
+                outcomes = [_outcome(job) for job in jobs]
+            finally:
+                batch.connection = None
+        if batch.is_sync_due:
+            self.sync()
+        return outcomes
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """Open a read transaction: a snapshot of the database, without locks."""
         with (
             TransactionTimer("read") as timer,
-            self._engine.connect().execution_options(**self._snapshot) as connection,
+            self._reads.connect() as connection,
             connection.begin(),
         ):
             timer.begun()
@@ -116,6 +169,9 @@ class Database:
         Concurrent callers share one fsync of SQLite's write-ahead log, or the flush of PostgreSQL's. For state that
         others may see before it is durable, but that must not be acknowledged before.
         """
+        if self._batch.connection is not None:
+            self._batch.is_sync_due = True
+            return
         if self._wal is not None:
             self._wal.sync()
             return
@@ -132,6 +188,30 @@ class Database:
         """Close all connections."""
         self._engine.dispose()
         self._lazy.dispose()
+
+
+@contextmanager
+def _savepoint(connection: Connection) -> Iterator[Connection]:
+    """Undo what the block wrote in `connection` if it raises."""
+    _SAVEPOINT.run(connection)
+    try:
+        yield connection
+    except DatabaseAway:  # nothing can be undone, and the whole transaction ends
+        raise
+    except BaseException:
+        _ROLL_BACK.run(connection)
+        _RELEASE.run(connection)
+        raise
+    _RELEASE.run(connection)
+
+
+def _outcome(job: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return job(), None
+    except DatabaseAway:
+        raise
+    except Exception as error:  # noqa: BLE001  (raised again by whoever waits for this job)
+        return None, error
 
 
 def upgrade(connection: Connection, revision: str = "head") -> None:

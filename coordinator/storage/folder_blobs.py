@@ -32,6 +32,7 @@ class Incoming:
         self._max_bytes = max_bytes
         self._place = place
         self._hasher = blake3()
+        self._is_synced = False
         self.size_bytes = 0
 
     @property
@@ -46,11 +47,14 @@ class Incoming:
             raise Refusal(Reason.OVERSIZED_BODY, f"More than {self._max_bytes} bytes.")
         self._hasher.update(piece)
         self._file.write(piece)
+        self._is_synced = False
 
     def sync(self) -> None:
-        """Sync the bytes to disk, before the transaction that commits them."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Sync the bytes to disk, unless they are there, before the transaction that commits them."""
+        if not self._is_synced:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._is_synced = True
 
     def commit(self) -> None:
         """Rename the synced file to its digest."""

@@ -6,6 +6,7 @@ from coordinator.errors import BadConfiguration
 from coordinator.http.intake.base import Intake, Submitter
 from coordinator.http.intake.by_folder import FolderIntake
 from coordinator.http.intake.by_store import StoreIntake
+from coordinator.http.write_queue import WriteQueue
 from coordinator.run.service import Coordinator
 from coordinator.storage.blobs import UploadStore
 from coordinator.storage.folder_blobs import FolderBlobs
@@ -13,12 +14,12 @@ from coordinator.storage.folder_blobs import FolderBlobs
 __all__ = ["Intake", "Submitter", "intake_of"]
 
 
-def intake_of(coordinator: Coordinator) -> Intake:
+def intake_of(coordinator: Coordinator, writes: WriteQueue) -> Intake:
     """Return the implementation for the run's blob store."""
     match coordinator.home.blobs:
         case UploadStore() as store:
             return StoreIntake(coordinator, store)
         case FolderBlobs() as blobs:
-            return FolderIntake(coordinator, blobs)
+            return FolderIntake(coordinator, blobs, writes)
         case other:
             raise BadConfiguration(f"no intake for blob store {type(other).__name__}")

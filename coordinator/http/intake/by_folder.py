@@ -14,9 +14,10 @@ from starlette.concurrency import run_in_threadpool
 from coordinator.errors import DamagedBlob, StorageFault
 from coordinator.http.intake.base import Intake, Submitter
 from coordinator.http.signed_requests import check_body
+from coordinator.http.write_queue import WriteQueue
 from coordinator.run.service import Coordinator
 from coordinator.storage.blobs import Upload
-from coordinator.storage.folder_blobs import FolderBlobs
+from coordinator.storage.folder_blobs import FolderBlobs, Incoming
 from node.protocol.endpoints import BYTES
 from node.protocol.reasons import Reason, Refusal
 
@@ -28,8 +29,8 @@ UPLOAD_DEADLINE_SECONDS: Final = 120.0
 class FolderIntake(Intake):
     """Checks each body against its signed digest before the blob gets its name."""
 
-    def __init__(self, coordinator: Coordinator, blobs: FolderBlobs) -> None:
-        self._coordinator, self._blobs = coordinator, blobs
+    def __init__(self, coordinator: Coordinator, blobs: FolderBlobs, writes: WriteQueue) -> None:
+        self._coordinator, self._blobs, self._writes = coordinator, blobs, writes
         self._uploading: set[str] = set()
 
     async def receive_body(self, request: Request, sender: Submitter) -> str:
@@ -50,8 +51,9 @@ class FolderIntake(Intake):
                 except TimeoutError as error:
                     raise Refusal(Reason.BAD_REQUEST, "The body did not arrive in time.") from error
                 check_body(sender.claim, body.digest, body.size_bytes)
-                submit = self._coordinator.submit
-                return await run_in_threadpool(submit, sender.node, sender.lease_id, signed, body, now=time.time())
+                await run_in_threadpool(_sync, body, signed)
+                submit, now = self._coordinator.submit, time.time()
+                return await self._writes.run(lambda: submit(sender.node, sender.lease_id, signed, body, now=now))
         finally:
             self._uploading.discard(sender.lease_id)
 
@@ -73,3 +75,8 @@ class FolderIntake(Intake):
         except StorageFault as error:
             raise Refusal(Reason.NOT_FOUND, "No such blob.") from error
         return FileResponse(path, media_type=BYTES)
+
+
+def _sync(*blobs: Incoming) -> None:
+    for blob in blobs:
+        blob.sync()

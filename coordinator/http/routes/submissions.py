@@ -34,16 +34,17 @@ async def submitter(request: Request, lease_id: str) -> Submitter:
     service, envelope = await service_of(request), read_envelope(request)
     coordinator = service.coordinator
 
-    def accept() -> Submitter:
-        node, claim = open_request(envelope)
-        limit = coordinator.home.spec.limits.max_submission_bytes
-        if claim.body_bytes > limit:
-            raise Refusal(Reason.OVERSIZED_BODY, f"{claim.body_bytes} bytes, at most {limit} are taken.")
+    node, claim = open_request(envelope)
+    limit = coordinator.home.spec.limits.max_submission_bytes
+    if claim.body_bytes > limit:
+        raise Refusal(Reason.OVERSIZED_BODY, f"{claim.body_bytes} bytes, at most {limit} are taken.")
+
+    def accept() -> None:
         with service.signed.accept(request, node, claim) as transaction:
             coordinator.check_may_submit(transaction, node, lease_id, now=time.time())
-        return Submitter(node, lease_id, envelope, claim)
 
-    return await run_in_threadpool(accept)
+    await service.writes.run(accept)
+    return Submitter(node, lease_id, envelope, claim)
 
 
 def _queued(endpoint: Endpoint[Any, SubmissionReply], submission: str, sender: Submitter, service: Service) -> Response:

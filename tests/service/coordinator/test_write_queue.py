@@ -1,0 +1,81 @@
+"""Requests that write at the same time share a commit: none may lose what it was told, or pay for another's failure."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from coordinator.http.write_queue import MOST_TOGETHER, WriteQueue
+from coordinator.storage.database import Database, sqlite_url
+from node.protocol.reasons import Reason, Refusal
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(sqlite_url(tmp_path))
+    with database.write() as connection:
+        connection.exec_driver_sql("CREATE TABLE written (x INTEGER)")
+    yield database
+    database.close()
+
+
+def written(database: Database) -> list[int]:
+    with database.read() as connection:
+        return list(connection.exec_driver_sql("SELECT x FROM written ORDER BY x").scalars())
+
+
+def writer(database: Database, number: int, *, fails: Exception | None = None) -> Callable[[], int]:
+    def job() -> int:
+        with database.write(durable=False) as connection:
+            connection.exec_driver_sql(f"INSERT INTO written VALUES ({number})")
+            if fails is not None:
+                raise fails
+        database.sync()
+        return number
+
+    return job
+
+
+async def test_those_that_wait_share_a_commit_and_a_sync(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, together, release = WriteQueue(database), list[int](), threading.Event()
+    execute, synced = database.execute_together, list[bool]()
+    monkeypatch.setattr(database, "execute_together", lambda jobs: together.append(len(jobs)) or execute(jobs))
+    monkeypatch.setattr(database._wal, "sync", lambda: synced.append(True))
+
+    first = asyncio.create_task(queue.run(release.wait))  # what comes meanwhile waits
+    others = [asyncio.create_task(queue.run(writer(database, number))) for number in range(MOST_TOGETHER + 1)]
+    await asyncio.sleep(0)
+    release.set()
+    assert await first
+    assert await asyncio.gather(*others) == list(range(MOST_TOGETHER + 1))
+    assert together == [1, MOST_TOGETHER, 1]
+    assert len(synced) == 2
+    assert written(database) == list(range(MOST_TOGETHER + 1))
+
+
+def test_one_that_is_refused_undoes_what_it_wrote_and_nothing_else(database: Database) -> None:
+    refusal = Refusal(Reason.EXPIRED_LEASE, "too late")
+    jobs = [writer(database, 1), writer(database, 2, fails=refusal), writer(database, 3)]
+    assert database.execute_together(jobs) == [(1, None), (None, refusal), (3, None)]
+    assert written(database) == [1, 3]
+
+
+async def test_where_the_database_goes_away_nobody_is_told_that_it_was_written(database: Database) -> None:
+    """And the queue works again as soon as the database does."""
+    queue, release = WriteQueue(database), threading.Event()
+    away = OperationalError("INSERT", None, Exception("disk I/O error"))
+    first = asyncio.create_task(queue.run(release.wait))
+    jobs = [writer(database, 1), writer(database, 2, fails=away), writer(database, 3)]
+    others = [asyncio.create_task(queue.run(job)) for job in jobs]
+    await asyncio.sleep(0)
+    release.set()
+    assert await first
+    assert await asyncio.gather(*others, return_exceptions=True) == [away] * 3
+    assert written(database) == []
+    assert await queue.run(writer(database, 4)) == 4
+    assert written(database) == [4]
