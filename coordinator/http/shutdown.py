@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -17,6 +19,7 @@ class Shutdown:
 
     def __init__(self) -> None:
         self._requested = asyncio.Event()
+        self._waking: set[asyncio.Event] = set()
 
     @property
     def requested(self) -> bool:
@@ -26,6 +29,19 @@ class Shutdown:
     def request(self) -> None:
         """Wake all waiters; safe in a signal handler of the loop's thread."""
         self._requested.set()
+        for event in self._waking:
+            event.set()
+
+    @contextmanager
+    def waking(self, event: asyncio.Event) -> Iterator[None]:
+        """Set `event`, which nobody else gives here, at shutdown as well while the block runs."""
+        self._waking.add(event)
+        try:
+            if self.requested:
+                event.set()
+            yield
+        finally:
+            self._waking.discard(event)
 
     async def wait_for(self, event: asyncio.Event) -> None:
         """Wait for `event` or for shutdown, whichever comes first."""

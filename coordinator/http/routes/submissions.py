@@ -112,10 +112,14 @@ async def _wait(request: Request, event: asyncio.Event, shutdown: Shutdown, *, s
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        event.set()
 
-    tasks = {asyncio.create_task(shutdown.wait_for(event)), asyncio.create_task(disconnected())}
+    watching = asyncio.create_task(disconnected())
     try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        with shutdown.waking(event):
+            async with asyncio.timeout(seconds):
+                await event.wait()
+    except TimeoutError:
+        pass
     finally:
-        for task in tasks:
-            task.cancel()
+        watching.cancel()
