@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class Incoming:
         self._max_bytes = max_bytes
         self._place = place
         self._hasher = blake3()
-        self._is_synced = False
+        self._is_synced = self.is_committed = False
         self.size_bytes = 0
 
     @property
@@ -59,6 +59,7 @@ class Incoming:
     def commit(self) -> None:
         """Rename the synced file to its digest."""
         self._place(self.digest)
+        self.is_committed = True
 
 
 class FolderBlobs(BlobStore):
@@ -129,24 +130,30 @@ class FolderBlobs(BlobStore):
     @contextmanager
     def incoming(self, *, max_bytes: int) -> Iterator[Incoming]:
         """Open a blob for writing in pieces; it is removed at the end of the block unless committed."""
+        path = self._incoming / secrets.token_hex(16)
         try:
-            descriptor, temporary = tempfile.mkstemp(dir=self._incoming)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileNotFoundError as error:
             raise self._away() from error
-        path = Path(temporary)
+        incoming = None
         try:
             with os.fdopen(descriptor, "wb") as file:
-                yield Incoming(file, max_bytes=max_bytes, place=lambda name: self._place(path, name))
+                incoming = Incoming(file, max_bytes=max_bytes, place=lambda name: self._place(path, name))
+                yield incoming
         finally:
-            path.unlink(missing_ok=True)
+            if incoming is None or not incoming.is_committed:
+                path.unlink(missing_ok=True)
 
     def _place(self, temporary: Path, name: str) -> None:
         target = self.path(name)
         try:
-            target.parent.mkdir(exist_ok=True)
-        except FileNotFoundError as error:
-            raise self._away() from error
-        temporary.replace(target)
+            temporary.replace(target)
+        except FileNotFoundError:  # the first blob with these two digits
+            try:
+                target.parent.mkdir(exist_ok=True)
+            except FileNotFoundError as error:
+                raise self._away() from error
+            temporary.replace(target)
 
     def sync(self) -> None:
         for each in (*self._folder.iterdir(), self._folder):
