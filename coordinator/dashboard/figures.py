@@ -12,6 +12,7 @@ import msgspec
 from coordinator.dashboard.history import History, Step
 from coordinator.dashboard.relay_tree import RelayView, relay_view
 from coordinator.dashboard.withheld import WithholdingRow, read_rows
+from coordinator.metrics.reward import RewardFigure, reward_figure
 from coordinator.run.relays import RelayRegistry
 from coordinator.run.status import package_rows
 from coordinator.storage import log, nodes, tallies
@@ -119,6 +120,10 @@ class RunPage:
         return self.finished_steps >= self.total_steps
 
     @property
+    @property
+    def reward(self) -> RewardFigure | None:
+        return reward_figure([step.reward for step in self.steps])
+
     def gaps(self) -> int:
         """Slots that nobody delivered in time."""
         return self.slots[SlotState.STALE]

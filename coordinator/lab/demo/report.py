@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coordinator.dashboard import formatting
 from coordinator.dashboard.pages import export_run
-from coordinator.lab.processes.summary import END_STEPS, Summary
+from coordinator.lab.processes.summary import Summary
+from coordinator.metrics.reward import reward_figure
 from coordinator.run.service import Coordinator
 
 
@@ -27,10 +26,7 @@ def render_summary(summary: Summary) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {name: getattr(formatting, name) for name in ("seconds", "number", "clock", "percent")}
-    rewards = [step.reward_mean for step in summary.steps]
     return environment.get_template("summary.html.j2").render(
         summary=summary,
-        first=statistics.fmean(rewards[:END_STEPS]) if rewards else None,
-        last=statistics.fmean(rewards[-END_STEPS:]) if rewards else None,
-        end_steps=END_STEPS,
+        reward=reward_figure([step.reward_mean for step in summary.steps]),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -13,12 +12,11 @@ import msgspec
 from coordinator.lab.processes.layout import Swarm
 from coordinator.lab.processes.ledger import Ledger
 from coordinator.lab.processes.resources import GIB
+from coordinator.metrics.reward import END_STEPS, reward_figure
 from node.protocol.admission import EVIDENCE, Figures, limit_of, worst
 from node.protocol.run import RunSpec
 
 SCHEMA = "swarmproof-demo/1"
-END_STEPS = 5
-"""How many steps at either end the reward's gain is measured over."""
 
 
 class StepSummary(msgspec.Struct, frozen=True):
@@ -141,10 +139,9 @@ def summarise(
 
 
 def reward_gain(rewards: Sequence[float]) -> float | None:
-    """Return the mean of the last END_STEPS rewards minus that of the first; None for too few."""
-    if len(rewards) < 2 * END_STEPS:
-        return None
-    return statistics.fmean(rewards[-END_STEPS:]) - statistics.fmean(rewards[:END_STEPS])
+    """Return the change of the reward over a run; None for too few steps to average over."""
+    figure = reward_figure(rewards)
+    return figure.change if figure is not None and figure.steps == END_STEPS else None
 
 
 def bytes_saved(fetched: Iterable[tuple[int, int]]) -> float | None:

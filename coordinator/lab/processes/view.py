@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.lab.processes.layout import WorkerPlace
-from coordinator.lab.processes.summary import END_STEPS, Summary
+from coordinator.lab.processes.summary import Summary
 from coordinator.lab.processes.watch import RelayNow, SwarmSnapshot, WorkerNow
+from coordinator.metrics.reward import reward_figure
 from node.runtime.terminal import LiveDisplay, sparkline
 
 WIDTH = 86
@@ -137,8 +138,9 @@ def _training(frame: SwarmPicture) -> RenderableType:
     grid.add_row(
         "policy", Text(str(snapshot.head_version), "bold cyan"), _bar(snapshot.finished_steps, frame.total_steps), steps
     )
-    value = Text(f"{rewards[-1]:.2f}" if rewards else "-", "bold green")
-    beside = f"from {rewards[0]:.2f}" if len(rewards) > 1 else ""
+    figure = reward_figure(rewards)
+    value = Text("-" if figure is None else f"{figure.last:.2f}", "bold green")
+    beside = "" if figure is None or len(rewards) < 2 else f"from {figure.first:.2f}, by {figure.span}"
     grid.add_row("reward", value, Text(sparkline(rewards[-34:], min_span=MIN_SPAN), "green"), beside)
     return grid
 
@@ -209,11 +211,9 @@ def closing(summary: Summary, folder: Path) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    gain = figures["reward_gain"]
-    if summary.steps:
-        first, last = summary.steps[0].reward_mean, summary.steps[-1].reward_mean
-        by = "" if gain is None else f", {gain:+.2f} from the first {END_STEPS} steps to the last"
-        grid.add_row("reward", f"{first:.2f} -> {last:.2f}{by}")
+    if (reward := reward_figure([step.reward_mean for step in summary.steps])) is not None:
+        ends = f"{reward.first:.2f} -> {reward.last:.2f}, {reward.change:+.2f}"
+        grid.add_row("reward", f"{ends}: means of the first and the last {reward.span}")
     grid.add_row(
         "hostile", f"{figures['hostile_slots_admitted']} of {figures['hostile_slots_submitted']} slots admitted"
     )

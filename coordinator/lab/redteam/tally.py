@@ -11,8 +11,9 @@ import msgspec
 
 from coordinator.lab.processes.journal import ACCEPTED, HANDED_BACK, HELD, STORED, JournalEntry, read_journal
 from coordinator.lab.processes.ledger import Ledger
-from coordinator.lab.processes.summary import END_STEPS, AuditRow
+from coordinator.lab.processes.summary import AuditRow
 from coordinator.lab.redteam.attack import Attack
+from coordinator.metrics.reward import END_STEPS
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
 

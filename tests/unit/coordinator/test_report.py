@@ -441,7 +441,12 @@ def test_the_end_names_the_report_and_what_the_audit_said(summary: Summary, swar
     console = Console(width=100, file=io.StringIO())
     console.print(closing(summary, swarm.folder))
     text = console.file.getvalue()
-    for words in ("0.50 -> 0.83, +0.21", "0 of 5 slots admitted", "0 of 2 slots rejected", "agrees"):
+    for words in (
+        "0.56 -> 0.77, +0.21: means of the first and the last 5 steps",
+        "0 of 5 slots admitted",
+        "0 of 2 slots rejected",
+        "agrees",
+    ):
         assert words in text
     failed = msgspec.structs.replace(summary, audit=AuditRow("swarmproof audit", None, None))
     console.print(closing(failed, swarm.folder))
