@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,9 +34,6 @@ from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import RunSpec, TeacherSpec
 
 log = logging.getLogger(__name__)
-
-MOST_TOLD = 8
-"""Environments whose rewards the line of a step in the log has; the statistics have all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +89,6 @@ def train_step(
         means = stats.means(execution.world) | experts.means(execution.world)
     rewards = [reward for group in groups for reward in group.rewards]
     reward, apart = math.fsum(rewards) / max(1, len(rewards)), environment_rewards(groups, spec)
-    if execution.world.is_first:
-        done = (step, means["tokens"], stats.updates, reward, told_rewards(apart))
-        log.info("step %d trained on %.0f tokens in %d updates, reward %.3f%s", *done)
     return {
         **means,
         "reward": reward,
@@ -118,14 +112,6 @@ def environment_rewards(groups: Sequence[Group], spec: RunSpec) -> dict[str, flo
         if group.environment is not None:
             earned.setdefault(REWARD_OF + spec.environments[group.environment].name, []).extend(group.rewards)
     return {key: math.fsum(rewards) / len(rewards) for key, rewards in sorted(earned.items()) if rewards}
-
-
-def told_rewards(apart: Mapping[str, float]) -> str:
-    """Return the rewards of the first environments for a line of the log, "" without any."""
-    first = [f"{key.removeprefix(REWARD_OF)} {apart[key]:.3f}" for key in list(apart)[:MOST_TOLD]]
-    if len(apart) > MOST_TOLD:
-        first.append(f"{len(apart) - MOST_TOLD} more")
-    return f" ({', '.join(first)})" if first else ""
 
 
 def score(group: Group, *, spec: RunSpec, step: int) -> list[Scored]:

@@ -20,6 +20,7 @@ from coordinator.storage import training
 from coordinator.storage.training import PolicyRecord
 from coordinator.storage.verdicts import clock
 from coordinator.training.background import Background
+from coordinator.training.step_line import step_line
 from node.runtime.logs import bound
 from shardcast import OriginServer
 from shardcast.manifest import SignedManifest
@@ -34,6 +35,7 @@ class Publisher:
         self._home, self._server, self._metrics = home, server, metrics
         self._history = KeptHistory(state, run_id=home.run_id)
         self._thread = Background("publishing")
+        self._reward: float | None = None
         self.waited_seconds = 0.0
 
     @property
@@ -68,6 +70,9 @@ class Publisher:
                 self._history.keep_current(self._home.database)
                 self._metrics.publish_seconds.observe(time.monotonic() - started)
                 log.info("policy %d published", version)
+                if "reward" in stats:
+                    log.info("%s", step_line(version, stats, before=self._reward))
+                    self._reward = stats["reward"]
 
         self._thread.begin(publish)
 

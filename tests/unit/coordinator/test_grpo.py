@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.modelling.families import small_model, telling_fields
 from coordinator.training.groups import Group, Sample
-from coordinator.training.grpo import MOST_TOLD, Execution, environment_rewards, score, split, told_rewards, train_step
+from coordinator.training.grpo import Execution, environment_rewards, score, split, train_step
 from coordinator.training.head import head_backward
 from coordinator.training.optimizers import Optimizers, make_optimizer
 from coordinator.training.packing import Scored
@@ -28,6 +28,7 @@ from coordinator.training.recipe import (
     token_losses,
     token_ratios,
 )
+from coordinator.training.step_line import MOST_TOLD, step_line
 from node.policy.experts import routers
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec, TrainingSpec
 
@@ -332,7 +333,7 @@ def test_a_batch_without_signal_is_a_step_that_changes_nothing(model):
     assert all(state["step"] == 1 for state in optimizer.parts[0].state.values())
 
 
-def test_each_environments_reward_is_the_mean_of_its_own_completions(model, caplog):
+def test_each_environments_reward_is_the_mean_of_its_own_completions(model):
     """Else the one of two tasks that collapses hides behind the other's gain."""
     names = ("arithmetic", "reverse", "reverse", "code")
     spec = msgspec.structs.replace(run_spec(), environments=tuple(EnvironmentSpec(name=name) for name in names))
@@ -340,11 +341,15 @@ def test_each_environments_reward_is_the_mean_of_its_own_completions(model, capl
     groups = [
         Group(0, rewards[at], group.rollouts, environment=at) for at, group in enumerate(batch(model)) if at in rewards
     ]
-    caplog.set_level("INFO")
     stats = train_step(model, make_optimizer(model, spec.training), groups, spec=spec, step=0)
     apart = {key: value for key, value in stats.items() if key.startswith("reward/")}
     assert apart == {"reward/arithmetic": 0.25, "reward/reverse": 0.5}, "of one name are one, and none has no mean"
-    assert "reward 0.417 (arithmetic 0.250, reverse 0.500)" in caplog.text
+    line = step_line(1, stats | {"train_seconds": 2.0}, before=0.4)
+    assert line.startswith("step 1: reward 0.417 (+0.017) (arithmetic 0.250, reverse 0.500), loss ")
+    assert line.endswith("0 of 3 groups unused, 2.0 s")
+    silent = stats | {"tokens": 0.0, "groups_kept": 0.0, "groups_dropped": 3.0, "train_seconds": 0.1}
+    assert "nothing to train on" in step_line(2, silent, before=None)
+    assert "3 of 3 groups unused (one reward throughout)" in step_line(2, silent, before=None)
 
 
 def test_a_run_of_one_environment_has_one_reward_and_the_log_not_a_hundred(model):
@@ -355,8 +360,10 @@ def test_a_run_of_one_environment_has_one_reward_and_the_log_not_a_hundred(model
     )
     found = environment_rewards([Group(0, (at / 100,), (), environment=at) for at in range(100)], many)
     assert len(found) == 100
-    assert told_rewards(found).count("e0") == MOST_TOLD
-    assert told_rewards(found).endswith(f"{100 - MOST_TOLD} more)")
+    figures = dict.fromkeys(("reward", "loss", "tokens", "groups_kept", "groups_dropped", "train_seconds"), 1.0)
+    line = step_line(1, figures | found, before=None)
+    assert line.count("e0") == MOST_TOLD
+    assert f"{100 - MOST_TOLD} more)" in line
 
 
 def test_groups_without_signal_do_not_dilute_the_others(model):
