@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from coordinator.metrics.curves import curve_stats
+from coordinator.metrics.curves import curve_stats, is_idle
 from coordinator.storage.database import Connection
 from coordinator.storage.steps import PublishedPolicy, policies_after, steps_with_rewards
 
@@ -19,7 +19,10 @@ REREAD: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step: mean, standard deviation, minimum and maximum of its groups' mean rewards, and curve stats."""
+    """A training step: mean, standard deviation, minimum and maximum of its groups' mean rewards, and curve stats.
+
+    One that `is_idle` trained nothing, since all groups were of one reward throughout.
+    """
 
     step: int
     reward: float
@@ -30,6 +33,7 @@ class Step:
     assigned_at: float
     finished_at: float | None
     stats: Mapping[str, float]
+    is_idle: bool
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class History:
                 assigned_at=row.assigned_at,
                 finished_at=row.finished_at,
                 stats={**curve_stats(row.stats), "staleness": row.staleness_mean},
+                is_idle=is_idle(row.stats),
             )
         return len(rows)
 

@@ -29,7 +29,7 @@ SNAPSHOT_SECONDS: Final = 1.0
 PLOTS_SECONDS: Final = 10.0
 """Maximum age of the plots on live pages, whose data is larger than all other sections."""
 
-SECTIONS: Final = ("state", "cards", "relays", "reasons", "queue", "latest", "packages", "withheld")
+SECTIONS: Final = ("state", "cards", "relays", "reasons", "queue", "latest", "packages", "withheld", "idle")
 PLOTS: Final = "plots"
 
 

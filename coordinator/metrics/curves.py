@@ -70,9 +70,19 @@ def environment_kinds(names: Iterable[str]) -> tuple[CurveKind, ...]:
 
 
 def curve_stats(text: str | None) -> dict[str, float]:
-    """Return the finite statistics among KINDS, and environments' rewards, in a step's stats, JSON or None."""
+    """Return the finite statistics among KINDS, and environments' rewards, in a step's stats, JSON or None.
+
+    Of a step that trained nothing only the rewards: its other statistics are means over no tokens.
+    """
     found = json.loads(text) if text else {}
+    if is_idle(text):
+        found = {key: value for key, value in found.items() if key == "reward" or key.startswith(REWARD_OF)}
     return {key: float(value) for key, value in found.items() if _is_curve(key) and _is_finite(value)}
+
+
+def is_idle(text: str | None) -> bool:
+    """Return whether a step's stats, JSON or None, say that it had nothing to train on."""
+    return bool(text) and json.loads(text).get("tokens") == 0
 
 
 def curves(stats: Sequence[Mapping[str, float]], *, kinds: Iterable[CurveKind] = KINDS) -> list[Curve]:

@@ -62,6 +62,8 @@ def test_what_a_page_keeps_of_a_step_is_finite_and_known() -> None:
     said |= {"reward/code": 0.5, "reward/math": math.nan}
     assert curve_stats(json.dumps(said)) == {"entropy": 0.2, "reward/code": 0.5}
     assert curve_stats(None) == {}
+    idle = {"entropy": 0.0, "grad_norm": 0.0, "reward": 1.0, "reward/code": 1.0, "tokens": 0.0}
+    assert curve_stats(json.dumps(idle)) == {"reward": 1.0, "reward/code": 1.0}, "means over nothing are gaps"
     assert mean_stats([{"entropy": 0.2}, {"entropy": 0.4, "grad_norm": 3.0}]) == pytest.approx(
         {"entropy": 0.3, "grad_norm": 3.0}
     )

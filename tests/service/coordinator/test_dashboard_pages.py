@@ -120,6 +120,7 @@ def test_a_fresh_run_says_what_it_waits_for(tmp_path: Path) -> None:
         assert "waits for the trainer to publish the first policy" in page
         assert "swarmproof trainer" in page
         assert "No submission has been judged yet" in page
+        assert "1 of 3 steps trained nothing, and are gaps" in page
         assert run.get("/audit").status == 200
         # Its plots have no data, and are JSON all the same.
         plots = json.loads(re.search(r'id="plots">(.*?)</script>', page)[1])
@@ -167,7 +168,7 @@ def test_a_statistic_that_no_step_has_takes_no_room(tmp_path: Path) -> None:
     with run_with(tmp_path, Stock(workers=4, submissions=60, relays=1)) as run:
         with run.home.database.write() as connection:
             connection.execute(update(steps).values(stats='{"entropy": 0.25, "grad_norm": NaN}'))
-            connection.execute(update(steps).where(steps.c.step == 1).values(stats=None))
+            connection.execute(update(steps).where(steps.c.step == 1).values(stats='{"entropy": 0, "tokens": 0}'))
         page = run.get("/").text
         assert re.findall(r'<div class="panel">\s*<h3>(.*?)</h3>', page) == ["Entropy", "Staleness"]
         entropy = json.loads(re.search(r'id="plots">(.*?)</script>', page)[1])["training"]["entropy"]
