@@ -150,9 +150,12 @@ def _train(
     """Train, and serve what is trained, until SIGTERM or SIGINT."""
     from coordinator.metrics.roles import TrainerMetrics, role_registry
     from coordinator.run.heartbeat import heartbeat
+    from coordinator.run.peer_child import bracketed
+    from coordinator.storage.facts import ORIGIN, put_fact
     from coordinator.storage.heartbeats import Role
     from coordinator.storage.training import newest_version
     from coordinator.training.trainer import Trainer
+    from node.discovery.addresses import reachable_hosts
     from node.runtime.metrics import serving_metrics
     from shardcast import Origin, OriginServer
 
@@ -169,7 +172,11 @@ def _train(
     host, port = serving.pop("host"), serving.pop("port")
     contents = _publish_datasets(home, run_key, settings.state, threads=broadcast["threads"])
     server = OriginServer(origin, host, port, limits=server_limits(**serving), contents=contents)
-    click.echo(f"origin  http://{host}:{server.start()}")
+    port = server.start()
+    click.echo(f"origin  http://{host}:{port}")
+    announced = f"http://{bracketed(reachable_hosts(host)[0])}:{port}"
+    with home.database.write() as connection:
+        put_fact(connection, ORIGIN, announced)
     name_process(run=home.run_id, name="trainer")
     registry = role_registry("trainer", home, state=settings.state)
     work = Trainer(

@@ -51,13 +51,17 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RelayView:
-    """The relays on the page; `stripes` is the number of trees, of which the first is drawn."""
+    """The relays on the page; `stripes` is the number of trees, of which the first is drawn.
+
+    `has_sources` says that workers are told of somebody to fetch from: a relay, or else the trainer's origin.
+    """
 
     drawing: Drawing | None
     count: int
     depth: int
     stripes: int
     spread: tuple[Spread, ...]
+    has_sources: bool
 
 
 @dataclass(slots=True)
@@ -76,10 +80,10 @@ def relay_view(connection: Connection, registry: RelayRegistry, *, head: int, no
     versions = [min(row.version, head) for row in rows if row.version is not None]
     shown = range(head, max(-1, head - 4), -1)
     spread = tuple(Spread(version, sum(held >= version for held in versions)) for version in shown)
-    plan = registry.plan(now)
+    plan, has_sources = registry.plan(now), bool(registry.urls(now=now))
     if not known or plan is None:
         flat = _draw(known, dict.fromkeys(known, ""), head) if known else None
-        return RelayView(flat, len(known), min(1, len(known)), 1, spread)
+        return RelayView(flat, len(known), min(1, len(known)), 1, spread, has_sources)
     parents = {}
     members = {member.url: member.id for member in registry.members(now) if member.id in known}
     for name in members.values():
@@ -88,7 +92,7 @@ def relay_view(connection: Connection, registry: RelayRegistry, *, head: int, no
         except KeyError:  # announced after the plan was made
             parents[name] = ""
     tree = {name: known[name] for name in members.values()}
-    return RelayView(_draw(tree, parents, head), len(known), plan.depth(), plan.stripes, spread)
+    return RelayView(_draw(tree, parents, head), len(known), plan.depth(), plan.stripes, spread, has_sources)
 
 
 def _draw(tree: dict[str, _Vertex], parents: dict[str, str], head: int) -> Drawing:

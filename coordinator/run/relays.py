@@ -17,9 +17,10 @@ import msgspec
 
 from coordinator.storage import locks
 from coordinator.storage.database import Database
+from coordinator.storage.facts import ORIGIN, read_fact
 from coordinator.storage.places import place_of
 from coordinator.storage.relays import RegisteredRelay, put_relay, relays_seen_since
-from node.client.ssrf import reach_of
+from node.client.ssrf import Reach, reach_of
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement, RelayList
 from node.protocol.reasons import Reason, Refusal
 from shardcast.tree import Member, TreePlan, median_reports, plan
@@ -41,10 +42,14 @@ class _Planned:
 
 
 class RelayRegistry:
-    """The relays of one run. `fixed` are the URLs that the operator configured: the roots of the trees."""
+    """The relays of one run. `fixed` are the URLs that the operator configured: the roots of the trees.
 
-    def __init__(self, database: Database, *, fixed: Sequence[str], salt: bytes) -> None:
+    `endpoints` are the coordinators' URLs: an origin that is nearer than these is of no use to others.
+    """
+
+    def __init__(self, database: Database, *, fixed: Sequence[str], salt: bytes, endpoints: Sequence[str] = ()) -> None:
         self._database, self._fixed, self._salt = database, tuple(fixed), salt
+        self._endpoints = tuple(endpoints)
         self._lock = threading.Lock()
         self._planned: _Planned | None = None
 
@@ -68,8 +73,11 @@ class RelayRegistry:
             put_relay(connection, relay, forget_before=now - RELAY_SECONDS, most=MAX_RELAYS)
 
     def urls(self, *, now: float) -> list[str]:
-        """Return at most MAX_RELAYS relay URLs: the fixed ones, then the good others by node id."""
-        return list(dict.fromkeys((*self._fixed, *(row.url for row in self._good(now)))))[:MAX_RELAYS]
+        """Return at most MAX_RELAYS relay URLs: the fixed ones, then the good others by node id; the trainer's origin
+        where there is none.
+        """
+        relays = list(dict.fromkeys((*self._fixed, *(row.url for row in self._good(now)))))[:MAX_RELAYS]
+        return relays or self._origin()
 
     def advice(self, node: str | None, *, address: str, now: float) -> RelayList:
         """Return all relays and, per stripe, the sources of `node`; without a node or a plan only the relays."""
@@ -108,10 +116,24 @@ class RelayRegistry:
         members = self.members(now)
         return plan(self._fixed, members, salt=self._salt) if self._fixed and members else None
 
+    def _origin(self) -> list[str]:
+        """Return the URL that the trainer has announced, unless only the coordinator's own machine can reach it."""
+        with self._database.read() as connection:
+            origin = read_fact(connection, ORIGIN)
+        if origin is None or any(_is_nearer(origin, endpoint) for endpoint in self._endpoints):
+            return []
+        return [origin]
+
     def _good(self, now: float) -> Sequence[RegisteredRelay]:
         with self._database.read() as connection:
             fresh = relays_seen_since(connection, now - RELAY_SECONDS)
         return [row for row in fresh if row.good_at is not None and now - row.good_at < GOOD_SECONDS]
+
+
+def _is_nearer(url: str, than: str) -> bool:
+    """Return whether one URL's host is nearer than the other's; names are as far as anything."""
+    one, other = (reach_of(urlsplit(each).hostname or "") for each in (url, than))
+    return one is not None and one < (Reach.INTERNET if other is None else other)
 
 
 def _check_distance(url: str, address: str) -> None:

@@ -74,7 +74,10 @@ class Coordinator:
         self._accounts = LogAccounts(rules=home.spec.standing)
         # Secret, or an attacker could search for a node key that is placed next to a victim's.
         self.relays = RelayRegistry(
-            home.database, fixed=relay_urls, salt=derive("swarmproof/1 relay tree", key.private_bytes_raw())
+            home.database,
+            fixed=relay_urls,
+            salt=derive("swarmproof/1 relay tree", key.private_bytes_raw()),
+            endpoints=contacts.endpoints,
         )
         self.descriptors = Descriptors(home, key=key, contacts=replace(contacts, relays=relay_urls))
 
@@ -83,6 +86,12 @@ class Coordinator:
         return self.descriptors.newest(now=now).envelope
 
     def health(self, *, now: float) -> Health:
+    @property
+    def joining(self) -> Joining | None:
+        """How workers join, by the contacts that the operator gave; None without any."""
+        contacts = self.descriptors.contacts
+        return joining_of(self.home.run_id, endpoints=contacts.endpoints, peers=contacts.peers)
+
         """Return whether the run works, and what is wrong."""
         return read_health(self.home, has_sources=bool(self.relays.urls(now=now)), now=now)
 

@@ -1,6 +1,7 @@
 """Facts about the run that every process shares, as text by name: its key, its spec, its blob store.
 
-The digest of its teacher's file is one as well: no log entry names what only the trainer reads.
+The digest of its teacher's file is one as well: no log entry names what only the trainer reads. So is the URL of the
+trainer's origin, from which nodes fetch where there is no relay.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from node.protocol.run import run_id_of
 FACTS = facts.name
 PUBLIC_KEY, SPEC, BLOBS = "public_key", "spec", "blobs"
 TEACHER_DIGEST = "teacher_digest"
+ORIGIN = "origin"
 
 
 def read_facts(connection: Connection) -> dict[str, str]:

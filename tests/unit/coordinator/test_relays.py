@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.run.relays import GOOD_SECONDS, RELAY_SECONDS, RelayRegistry
+from coordinator.storage import facts
 from coordinator.storage.database import Database
+from coordinator.storage.facts import put_fact
 from coordinator.storage.places import place_of
 from coordinator.storage.relays import ProbedRelay, RegisteredRelay, note_probe, relays_seen_since
 from node.protocol.messages import ReceivedFrom, RelayAnnouncement
@@ -240,3 +242,26 @@ def test_a_url_that_clients_would_not_use_cannot_be_announced(named: str) -> Non
     """One such announcement made the run's page answer 500, and every audit end, for as long as it was renewed."""
     with pytest.raises(Malformed):
         decode(RelayAnnouncement, json.dumps({"url": named}).encode(), max_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("origin", "endpoint", "told"),
+    [
+        ("http://192.0.2.7:8710", "http://192.0.2.1:8700", True),
+        ("http://127.0.0.1:8710", "http://127.0.0.1:8700", True),
+        ("http://127.0.0.1:8710", "http://192.0.2.1:8700", False),
+        ("http://127.0.0.1:8710", "http://run.example:8700", False),
+    ],
+)
+def test_a_run_without_relays_has_the_trainers_origin_where_others_can_reach_it(
+    tmp_path: Path, origin: str, endpoint: str, told: bool
+) -> None:
+    """Else a worker waits for ever for a policy, in a run that says that all is well."""
+    database = registry_at(tmp_path)._database
+    registry = RelayRegistry(database, fixed=(), salt=b"s", endpoints=(endpoint,))
+    assert registry.urls(now=NOW) == []
+    with database.write() as connection:
+        put_fact(connection, facts.ORIGIN, origin)
+    assert registry.urls(now=NOW) == ([origin] if told else [])
+    announce(registry, 1)
+    assert registry.urls(now=NOW) == [url(1)], "the last resort only"
