@@ -17,6 +17,7 @@ from coordinator.run.relays import RelayRegistry
 from coordinator.run.status import package_rows
 from coordinator.storage import log, nodes, tallies
 from coordinator.storage.database import Connection
+from coordinator.storage.listings import nodes_at_work
 from coordinator.storage.progress import progress
 from coordinator.storage.schema import SlotState
 from coordinator.storage.steps import PublishedPolicy, finished_steps
@@ -32,7 +33,7 @@ from shardcast.wire import decode
 
 RECENT_SECONDS: Final = 600
 AT_WORK_SECONDS: Final = 120.0
-"""A worker last seen within it counts as at work: it polls for leases or relays more often."""
+"""A worker that holds a lease, or has submitted within it, counts as at work."""
 
 LATEST: Final = 12
 _LOG_TAIL: Final = 40
@@ -60,10 +61,10 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Number of registered nodes: in all, at work, and banned."""
+    """Number of registered nodes, in all and banned, and the ids of those at work."""
 
     registered: int
-    at_work: int
+    at_work: frozenset[str]
     banned: int
 
 
@@ -120,10 +121,10 @@ class RunPage:
         return self.finished_steps >= self.total_steps
 
     @property
-    @property
     def reward(self) -> RewardFigure | None:
         return reward_figure([step.reward for step in self.steps])
 
+    @property
     def gaps(self) -> int:
         """Slots that nobody delivered in time."""
         return self.slots[SlotState.STALE]
@@ -216,7 +217,7 @@ def _queue(connection: Connection, *, now: float) -> Queue:
 def _workers(connection: Connection, *, spec: RunSpec, now: float) -> Workers:
     return Workers(
         registered=nodes.count_registered(connection),
-        at_work=nodes.count_seen_since(connection, now - AT_WORK_SECONDS),
+        at_work=frozenset(nodes_at_work(connection, since=now - AT_WORK_SECONDS, now=now)),
         banned=nodes.count_banned(connection, ban_after=spec.standing.ban_after),
     )
 

@@ -59,6 +59,11 @@ def minute(at: float, *, days: bool = False) -> str:
 
 
 def percent(share: float) -> str:
+def iso(at: float) -> str:
+    """Format a moment for machines (RFC 3339, UTC)."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+
+
     return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.2g} %"
 
 

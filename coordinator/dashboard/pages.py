@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -17,7 +17,9 @@ from coordinator.dashboard import formatting
 from coordinator.dashboard.assets import Assets
 from coordinator.dashboard.audits import AuditView
 from coordinator.dashboard.figures import read_figures
+from coordinator.dashboard.find import HOW, Found
 from coordinator.dashboard.history import History
+from coordinator.dashboard.nodes import NodeView
 from coordinator.dashboard.series import plots_of
 from coordinator.dashboard.submissions import SubmissionView
 from coordinator.dashboard.visible import short, visible
@@ -76,7 +78,7 @@ class Pages:
         if query == TableQuery():
             return snapshot.page
         with self._coordinator.home.database.read() as connection:
-            table = self._workers(connection, query)
+            table = self._workers(connection, query, snapshot.values["figures"].workers.at_work)
         return self._run_page(snapshot.values, snapshot.sections, table)
 
     def submission(self, view: SubmissionView) -> bytes:
@@ -90,6 +92,14 @@ class Pages:
     def missing(self, what: str) -> bytes:
         """Render an error page with the sentence `what`."""
         return self._render("missing.html.j2", what=what)
+    def node(self, view: NodeView) -> bytes:
+        """Render a node's page."""
+        return self._render("node.html.j2", view=view, now=time.time())
+
+    def found(self, found: Found) -> bytes:
+        """Render what a search has found."""
+        return self._render("find.html.j2", found=found, how=HOW)
+
 
     def _newest(self) -> RenderedRun:
         """Return the page, at most SNAPSHOT_SECONDS old; one thread renders it for all waiting ones."""
@@ -104,7 +114,7 @@ class Pages:
         coordinator = self._coordinator
         with coordinator.home.database.read() as connection:
             figures = read_figures(connection, coordinator.relays, self._history, spec=coordinator.home.spec, now=now)
-            table = self._workers(connection, TableQuery())
+            table = self._workers(connection, TableQuery(), figures.workers.at_work)
         plots = plots_of(figures)
         values: dict[str, Any] = {"figures": figures, "plots": plots, "now": now, "section": Markup(section)}  # noqa: S704
         sections = {name: self._render(f"sections/{name}.html.j2", **values).decode() for name in SECTIONS}
@@ -117,8 +127,9 @@ class Pages:
         rendered = {name: Markup(text) for name, text in sections.items()}  # noqa: S704  (by the same templates)
         return self._render("run.html.j2", **values, sections=rendered, table=table)
 
-    def _workers(self, connection: Connection, query: TableQuery) -> WorkerTable:
-        return read_workers(connection, query, spec=self._coordinator.home.spec, now=time.time())
+    def _workers(self, connection: Connection, query: TableQuery, at_work: Collection[str]) -> WorkerTable:
+        spec = self._coordinator.home.spec
+        return read_workers(connection, query, spec=spec, at_work=at_work, now=time.time())
 
     def _render(self, template: str, **values: Any) -> bytes:
         values["health"] = self._health
@@ -160,5 +171,6 @@ class Pages:
             "run_name": visible(home.spec.name, most=100),
             "spec": home.spec,
             "endpoint": visible(next(iter(self._coordinator.descriptors.endpoints), "http://COORDINATOR")),
+            "iso": formatting.iso,
         }
         return environment

@@ -14,6 +14,8 @@ from starlette.concurrency import run_in_threadpool
 from coordinator.dashboard.assets import IMMUTABLE, PREFIX, Asset, Assets
 from coordinator.dashboard.audits import read_audit
 from coordinator.dashboard.events import EventHub, Subscription
+from coordinator.dashboard.find import find
+from coordinator.dashboard.nodes import OUTCOMES, read_node
 from coordinator.dashboard.pages import Pages
 from coordinator.dashboard.submissions import read_record, view_of
 from coordinator.dashboard.workers import parse_query
@@ -87,12 +89,27 @@ def _page_routes(app: FastAPI, coordinator: Coordinator, pages: Pages) -> None:
     def audit(request: Request, at: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None) -> Response:
         return _page(request, pages.audit(read_audit(coordinator, at=at, now=time.time())))
 
-    @app.get("/submissions", include_in_schema=False)
-    def find_submission(request: Request, id: _Text = "") -> Response:  # noqa: A002  (a field of the form)
-        wanted = id.strip().lower()
-        if not is_digest(wanted):
-            return _page(request, pages.missing("A submission's id has 64 hexadecimal digits."), status=400)
-        return RedirectResponse(f"/submissions/{wanted}", status_code=303, headers=SECURITY)
+    @app.get("/find", include_in_schema=False)
+    def find_anything(request: Request, q: _Text = "") -> Response:
+        with coordinator.home.database.read() as connection:
+            found = find(connection, q, home=coordinator.home)
+        if found.only is not None:
+            return RedirectResponse(found.only, status_code=303, headers=SECURITY)
+        return _page(request, pages.found(found))
+
+    @app.get("/nodes/{node}", include_in_schema=False)
+    def node_page(
+        request: Request,
+        node: str,
+        outcome: _Text = "",
+        before: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None,
+    ) -> Response:
+        view = None
+        if is_digest(node) and outcome in ("", *OUTCOMES):
+            view = read_node(coordinator, node, outcome=outcome, before=before, now=time.time())
+        if view is None:
+            return _page(request, pages.missing("No node has registered with this id."), status=404)
+        return _page(request, pages.node(view))
 
     @app.get("/submissions/{submission}", include_in_schema=False)
     def submission(

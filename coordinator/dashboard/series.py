@@ -72,8 +72,8 @@ def plots_of(figures: RunPage) -> Plots:
         reward=_reward_picture(rewards),
         training=_training_pictures(kinds, trained, rewards["step"]),
         verdicts=_bars(verdicts, along) if starts else None,
-        tokens=_area(rates, along, said="tokens a minute", shown=number),
-        wait=_area(means, along, said="time from arrival to verdict", shown=seconds, other=longest),
+        tokens=picture_of(rates, along, said="tokens a minute", shown=number),
+        wait=picture_of(means, along, said="time from arrival to verdict", shown=seconds, other=longest),
     )
 
 
@@ -225,8 +225,13 @@ def _colour(key: str, place: int) -> str:
     return {"admitted": "k0", "other": "k5", "undecided": "k7"}.get(key) or ("k1", "k2", "k3", "k4", "k6")[place - 1]
 
 
-def _area(
-    values: Values, along: tuple[str, ...], *, said: str, shown: Any, other: Values | None = None
+def picture_of(
+    values: Sequence[float | None],
+    along: tuple[str, ...],
+    *,
+    said: str,
+    shown: Any,
+    other: Sequence[float | None] | None = None,
 ) -> Picture | None:
     known = [value for value in (*values, *(other or ())) if value is not None]
     if not known:

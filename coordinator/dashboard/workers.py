@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.dashboard.figures import AT_WORK_SECONDS
 from coordinator.storage import nodes
 from coordinator.storage.database import Connection
 from coordinator.storage.nodes import ORDERS, NodeRow
 from coordinator.storage.standing import backoff_seconds
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
-from node.protocol.standing import Standing
 
 ROWS: Final = 25
+HERE_SECONDS: Final = 120.0
+"""A worker asks for leases or relays more often than this."""
+
 _PREFIX: Final = re.compile(r"[0-9a-f]{0,64}")
 _AFTER: Final = re.compile(r"([0-9.]{1,20}):([0-9a-f]{64})")
 
@@ -41,8 +42,8 @@ class WorkerRow:
     tokens: int
     verified: int
     strikes: int
+    standing: str
     full_rate: float
-    probation: bool
     seen_at: float
 
 
@@ -69,14 +70,16 @@ def parse_query(sort: str, after: str, find: str) -> TableQuery:
         raise Refusal(Reason.BAD_REQUEST, "Not a place in this table.") from error
 
 
-def read_workers(connection: Connection, query: TableQuery, *, spec: RunSpec, now: float) -> WorkerTable:
-    """Read the requested rows, at most ROWS of them."""
+def read_workers(
+    connection: Connection, query: TableQuery, *, spec: RunSpec, at_work: Collection[str], now: float
+) -> WorkerTable:
+    """Read the requested rows, at most ROWS of them; `at_work` are the ids of the nodes that are."""
     if query.find:
         after = "" if query.after is None else query.after[1]
         rows = nodes.list_by_prefix(connection, query.find, after=after, most=ROWS + 1)
     else:
         rows = nodes.list_by(connection, query.sort, after=query.after, most=ROWS + 1)
-    shown = [_worker(row, spec=spec, now=now) for row in rows[:ROWS]]
+    shown = [_worker(row, spec=spec, at_work=at_work, now=now) for row in rows[:ROWS]]
     last = rows[ROWS - 1] if len(rows) > ROWS else None
     return WorkerTable(query, shown, "" if last is None else f"{_value(last, query.sort)}:{last.node}")
 
@@ -85,9 +88,8 @@ def _value(row: NodeRow, sort: str) -> str:
     return {"credit": str(row.tokens), "seen": repr(row.seen_at), "rejected": str(row.rejected)}[sort]
 
 
-def _worker(row: NodeRow, *, spec: RunSpec, now: float) -> WorkerRow:
-    standing = Standing(row.verified, row.strikes)
-    state, said = _state(row, standing, spec=spec, now=now)
+def _worker(row: NodeRow, *, spec: RunSpec, at_work: Collection[str], now: float) -> WorkerRow:
+    state, said = _state(row, spec=spec, at_work=at_work, now=now)
     return WorkerRow(
         node=row.node,
         engine=row.engine,
@@ -98,17 +100,19 @@ def _worker(row: NodeRow, *, spec: RunSpec, now: float) -> WorkerRow:
         tokens=row.tokens,
         verified=row.verified,
         strikes=row.strikes,
-        full_rate=standing.full_rate(spec.standing),
-        probation=row.verified < spec.standing.probation,
+        standing=row.standing.word(spec.standing),
+        full_rate=row.standing.full_rate(spec.standing),
         seen_at=row.seen_at,
     )
 
 
-def _state(row: NodeRow, standing: Standing, *, spec: RunSpec, now: float) -> tuple[str, str]:
-    if standing.is_banned(spec.standing):
+def _state(row: NodeRow, *, spec: RunSpec, at_work: Collection[str], now: float) -> tuple[str, str]:
+    if row.standing.is_banned(spec.standing):
         return "banned", "gets no more work"
+    if row.node in at_work:
+        return "at work", "holds a slot, or has submitted within two minutes"
     if backoff_seconds(row.not_before, batch=spec.batch, now=now) > 0:
         return "waiting", "gets no work for a while, after a rejection or a lease that ran out"
-    if now - row.seen_at <= AT_WORK_SECONDS:
-        return "at work", "was heard of within two minutes"
+    if now - row.seen_at <= HERE_SECONDS:
+        return "idle", "was heard of within two minutes, and has no slot"
     return "away", "was not heard of for two minutes"

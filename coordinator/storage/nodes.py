@@ -13,6 +13,7 @@ from coordinator.storage.schema import nodes, submissions
 from coordinator.storage.standing import is_unproven
 from node.protocol.admission import Outcome
 from node.protocol.messages import Registration
+from node.protocol.standing import Standing
 
 _NODE, _NEW_NODE = select(nodes.c.node).where(nodes.c.node == bindparam("node")), insert(nodes)
 _SAME_NODE = update(nodes).where(nodes.c.node == bindparam("of_node"))
@@ -36,6 +37,10 @@ class NodeRow:
     registered_at: float
     seen_at: float
 
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.verified, self.strikes)
+
 
 _ROW: Final = select(*(nodes.c[name] for name in NodeRow.__dataclass_fields__))
 
@@ -52,6 +57,12 @@ def register(connection: Connection, node: str, registration: Registration, *, n
 def is_registered(connection: Connection, node: str) -> bool:
     """Return whether the node is registered."""
     return connection.execute(_NODE, {"node": node}).first() is not None
+
+
+def find(connection: Connection, node: str) -> NodeRow | None:
+    """Return a node's row, None if it is not registered."""
+    row = connection.execute(_ROW.where(nodes.c.node == node)).first()
+    return None if row is None else NodeRow(*row)
 
 
 def count_registered(connection: Connection) -> int:

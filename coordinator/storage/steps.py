@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
@@ -121,3 +121,9 @@ def newest_head(connection: Connection) -> tuple[int, str] | None:
     newest = select(policies.c.version, policies.c.manifest_digest).order_by(policies.c.version.desc()).limit(1)
     row = connection.execute(newest).first()
     return None if row is None else (row.version, row.manifest_digest)
+
+
+def manifest_digests(connection: Connection, versions: Iterable[int]) -> dict[int, str]:
+    """Return the manifest digest of each of these policies, by version."""
+    query = select(policies.c.version, policies.c.manifest_digest).where(policies.c.version.in_(list(versions)))
+    return {row.version: row.manifest_digest for row in connection.execute(query)}

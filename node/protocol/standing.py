@@ -50,6 +50,12 @@ class Standing:
         """Return whether the node gets no more work."""
         return self.strikes >= rules.ban_after
 
+    def word(self, rules: StandingSpec) -> str:
+        """Return what people call it: on probation, trusted or banned."""
+        if self.is_banned(rules):
+            return "banned"
+        return "trusted" if self.verified >= rules.probation else "on probation"
+
     def full_rate(self, rules: StandingSpec) -> float:
         """Return the probability, 0 < p <= 1, with which the next slot is measured in full.
 
