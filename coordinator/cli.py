@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from coordinator.commands.dataset import dataset
 from coordinator.commands.evaluate import evaluate
 from coordinator.commands.export import export
 from coordinator.commands.importing import importing
+from coordinator.commands.join_string import LOOPBACK, join_string
 from coordinator.commands.options import (
     HOME_WAIT_SECONDS,
     contact_options,
@@ -266,14 +268,18 @@ def coordinator(
     _warn_of_defaults(home.spec)
     bound = listening.getsockname()[1]
     click.echo(f"run id  {home.run_id}")
-    click.echo(f"serving at http://{host}:{bound}; workers join by")
     if role == "api" and contact["with_peer"] is None:
         contact["with_peer"] = False  # one of several, of which at most one runs the peer
     opened = open_to_peers(host, bound, run_id=home.run_id, data=data, **contact)
-    click.echo(f"  swarmproof worker {opened.join_options}")
     service = Coordinator(
         home, key=run_key, relay_urls=relays, leases_per_address=leases_per_address, contacts=opened.contacts
     )
+    service.descriptor(now=time.time())  # for `swarmproof join-string`, from the first moment on
+    click.echo(f"serving at http://{host}:{bound}; workers join by")
+    if (joining := service.joining) is not None:
+        click.echo(f"  {joining.command}")
+        if joining.is_loopback:
+            click.echo(LOOPBACK)
     request_limits = RequestLimits(per_address=requests_per_minute, per_node=node_requests_per_minute)
     app = create_app(service, limits=request_limits)
     offering = Leader(home)
@@ -300,6 +306,6 @@ def _open_or_create(data: Path, listening: socket.socket, *, model_elsewhere: bo
     return home
 
 
-COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes]
+COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes, join_string]
 COMMANDS += [dataset, plan, sft, evaluate, problems, export, importing, backup, restore, check]
 """What the entry point `swarmproof.commands` offers to the command line."""

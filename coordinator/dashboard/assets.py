@@ -39,6 +39,7 @@ def _plotly() -> bytes:
 
 _SOURCES: Final = {
     "dashboard.css": ("text/css; charset=utf-8", _own("dashboard.css")),
+    "page.js": ("text/javascript; charset=utf-8", _own("page.js")),
     "run.js": ("text/javascript; charset=utf-8", _own("run.js")),
     "submission.js": ("text/javascript; charset=utf-8", _own("submission.js")),
     "icon.svg": ("image/svg+xml", _own("icon.svg")),

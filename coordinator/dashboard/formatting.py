@@ -27,6 +27,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{short:.{digits}g}"
 
 
+def size(count: int) -> str:
+    """Format a number of bytes with a decimal unit."""
+    short = next(((count / size, unit) for size, unit in _UNITS if count >= size), None)
+    return f"{count} bytes" if short is None else f"{short[0]:.3g} {short[1]}B"
+
+
 def seconds(value: float | None) -> str:
     """Format a duration in its two largest units."""
     if value is None:
@@ -53,17 +59,17 @@ def clock(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
 
 
+def iso(at: float) -> str:
+    """Format a moment for machines (RFC 3339, UTC)."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+
+
 def minute(at: float, *, days: bool = False) -> str:
     """Format a moment for an axis, in UTC."""
     return time.strftime("%d %b" if days else "%H:%M", time.gmtime(at))
 
 
 def percent(share: float) -> str:
-def iso(at: float) -> str:
-    """Format a moment for machines (RFC 3339, UTC)."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
-
-
     return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.2g} %"
 
 

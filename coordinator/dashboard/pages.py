@@ -26,6 +26,8 @@ from coordinator.dashboard.visible import short, visible
 from coordinator.dashboard.workers import TableQuery, WorkerTable, read_workers
 from coordinator.run.service import Coordinator
 from coordinator.storage.database import Connection
+from coordinator.storage.steps import manifest_of
+from shardcast.manifest import open_manifest
 
 SNAPSHOT_SECONDS: Final = 1.0
 PLOTS_SECONDS: Final = 10.0
@@ -63,6 +65,7 @@ class Pages:
         self._snapshot: RenderedRun | None = None
         self._plots = (0.0, "")
         self._health_line = (-SNAPSHOT_SECONDS, Markup())
+        self._policy_bytes = 0
 
     def sections(self) -> dict[str, str]:
         """Return the live sections of the run's page as HTML, and the plots' data as JSON."""
@@ -89,9 +92,6 @@ class Pages:
         """Render the auditor's page."""
         return self._render("audit.html.j2", view=view)
 
-    def missing(self, what: str) -> bytes:
-        """Render an error page with the sentence `what`."""
-        return self._render("missing.html.j2", what=what)
     def node(self, view: NodeView) -> bytes:
         """Render a node's page."""
         return self._render("node.html.j2", view=view, now=time.time())
@@ -100,6 +100,9 @@ class Pages:
         """Render what a search has found."""
         return self._render("find.html.j2", found=found, how=HOW)
 
+    def missing(self, what: str) -> bytes:
+        """Render an error page with the sentence `what`."""
+        return self._render("missing.html.j2", what=what)
 
     def _newest(self) -> RenderedRun:
         """Return the page, at most SNAPSHOT_SECONDS old; one thread renders it for all waiting ones."""
@@ -132,7 +135,7 @@ class Pages:
         return read_workers(connection, query, spec=spec, at_work=at_work, now=time.time())
 
     def _render(self, template: str, **values: Any) -> bytes:
-        values["health"] = self._health
+        values |= {"health": self._health, "needs": self._needs}
         return self._environment.get_template(template).render(**values).encode(errors="replace")
 
     def _health(self) -> Markup:
@@ -142,6 +145,17 @@ class Pages:
             found = self._coordinator.health(now=time.time())
             self._health_line = time.monotonic(), Markup(line.render(found=found))  # noqa: S704  (our own template)
         return self._health_line[1]
+
+    def _needs(self) -> str:
+        """Return what policies ask of a worker's machine, by the size of the first that this process has seen."""
+        if not self._policy_bytes:
+            with self._coordinator.home.database.read() as connection:
+                envelope = manifest_of(connection)
+            if envelope is None:
+                return "memory and disk for the policy"
+            manifest = open_manifest(envelope, run_id=None, publisher_key=None).manifest
+            self._policy_bytes = manifest.full.payload_bytes
+        return f"memory and disk for policies of {formatting.size(self._policy_bytes)}"
 
     @cached_property
     def _environment(self) -> Environment:
@@ -157,6 +171,7 @@ class Pages:
             "seconds": formatting.seconds,
             "ago": formatting.ago,
             "clock": formatting.clock,
+            "iso": formatting.iso,
             "percent": formatting.percent,
             "reason": formatting.name_of,
             "visible": visible,
@@ -170,7 +185,7 @@ class Pages:
             "run_id": home.run_id,
             "run_name": visible(home.spec.name, most=100),
             "spec": home.spec,
-            "endpoint": visible(next(iter(self._coordinator.descriptors.endpoints), "http://COORDINATOR")),
-            "iso": formatting.iso,
+            "joining": self._coordinator.joining,
+            "endpoint": visible(next(iter(self._coordinator.descriptors.contacts.endpoints), "http://COORDINATOR")),
         }
         return environment

@@ -78,9 +78,9 @@ class Descriptors:
         self._conflict_logged = False
 
     @property
-    def endpoints(self) -> tuple[str, ...]:
-        """The coordinators' URLs, as the operator configured them."""
-        return self._contacts.endpoints
+    def contacts(self) -> Contacts:
+        """What the operator configured."""
+        return self._contacts
 
     def newest(self, *, now: float) -> IssuedDescriptor:
         """Return the current version, at most CACHE_SECONDS old; signs a new one if needed."""

@@ -18,7 +18,7 @@ from node.client.http import checked_url
 from node.discovery.addresses import reachable_hosts
 from node.joining.options import host_and_port
 from node.joining.session import NO_LIBP2P
-from node.protocol.peers import MAX_JOIN_PEERS, Address, Invitation, parse_address
+from node.protocol.peers import Address, parse_address
 from node.protocol.run import Descriptor
 from shardcast.errors import Malformed
 
@@ -27,10 +27,9 @@ _OPTIONS: Final = {"endpoints": "--endpoint", "peers": "--introduce", "revoked":
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """The descriptor's contacts, the options with which a worker joins, and the peer as a context manager."""
+    """The descriptor's contacts, and the peer as a context manager."""
 
     contacts: Contacts
-    join_options: str
     peer: AbstractContextManager[object]
 
 
@@ -62,9 +61,7 @@ def open_to_peers(
         child = PeerChild(plan.command(coordinator=f"http://{bracketed(near)}:{port}", run_id=run_id))
         peers = (*plan.addresses(), *peers)
     peers = tuple(dict.fromkeys(peers))
-    by_url, by_peers = f"--coordinator {urls[0]} --run-id {run_id}", Invitation(run_id, peers[:MAX_JOIN_PEERS])
-    contacts = _checked(Contacts(endpoints=urls, peers=tuple(map(str, peers)), revoked=revoked))
-    return PeerSetup(contacts, f"--join {by_peers}" if peers else by_url, child)
+    return PeerSetup(_checked(Contacts(endpoints=urls, peers=tuple(map(str, peers)), revoked=revoked)), child)
 
 
 def _peer_address(text: str) -> Address:

@@ -18,6 +18,7 @@ from coordinator.run.descriptors import NO_CONTACTS, Contacts, Descriptors
 from coordinator.run.health import Health, read_health
 from coordinator.run.history import KeptHistory, current_checkpoint
 from coordinator.run.home import Home
+from coordinator.run.joining import Joining, joining_of
 from coordinator.run.membership import membership_of
 from coordinator.run.relays import RelayRegistry
 from coordinator.storage import instances, locks, log, nodes, uploads, work
@@ -85,13 +86,13 @@ class Coordinator:
         """Return the signed descriptor."""
         return self.descriptors.newest(now=now).envelope
 
-    def health(self, *, now: float) -> Health:
     @property
     def joining(self) -> Joining | None:
         """How workers join, by the contacts that the operator gave; None without any."""
         contacts = self.descriptors.contacts
         return joining_of(self.home.run_id, endpoints=contacts.endpoints, peers=contacts.peers)
 
+    def health(self, *, now: float) -> Health:
         """Return whether the run works, and what is wrong."""
         return read_health(self.home, has_sources=bool(self.relays.urls(now=now)), now=now)
 

@@ -20,6 +20,7 @@ from waiting import until
 
 from coordinator.run import peer_child
 from coordinator.run import peer_setup as opening
+from coordinator.run.joining import joining_of
 from coordinator.run.peer_child import PEER_FOLDER, PeerChild, PeerPlan
 from coordinator.run.peer_setup import open_to_peers
 from node.keys.identity import load_key
@@ -197,10 +198,16 @@ def libp2p(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return lambda there: monkeypatch.setattr(opening, "has_libp2p", lambda: there)
 
 
+def join_options(setup: opening.PeerSetup) -> str:
+    joining = joining_of(RUN, endpoints=setup.contacts.endpoints, peers=setup.contacts.peers)
+    assert joining is not None
+    return joining.options
+
+
 def test_with_libp2p_one_string_is_enough_to_join(tmp_path: Path, libp2p: Callable[[bool], None]) -> None:
     libp2p(True)
     said = opened(tmp_path)
-    option, join = said.join_options.split()
+    option, join = join_options(said).split()
     assert option == "--join"
     node = load_key(tmp_path / PEER_FOLDER / "key").public_key().public_bytes_raw()
     assert parse_join(join).peers == (parse_address(f"/ip4/127.0.0.1/tcp/8701/p2p/{peer_id_of(node)}"),)
@@ -211,7 +218,7 @@ def test_with_libp2p_one_string_is_enough_to_join(tmp_path: Path, libp2p: Callab
 def test_without_libp2p_a_url_and_the_runs_id_are(tmp_path: Path, libp2p: Callable[[bool], None]) -> None:
     libp2p(False)
     said = opened(tmp_path, endpoints=("http://192.0.2.1:80/",))
-    assert said.join_options == f"--coordinator http://192.0.2.1:80 --run-id {RUN}"
+    assert join_options(said) == f"--coordinator http://192.0.2.1:80 --run-id {RUN}"
     assert said.contacts == opening.Contacts(endpoints=("http://192.0.2.1:80",))
     with pytest.raises(click.UsageError, match="--peer needs libp2p, which is not installed: pip install"):
         opened(tmp_path, with_peer=True)
@@ -221,7 +228,7 @@ def test_other_peers_are_introduced_too(tmp_path: Path, libp2p: Callable[[bool],
     libp2p(True)
     other = f"/dns/b.example/tcp/8701/p2p/{OTHER}"
     said = opened(tmp_path, with_peer=False, introduced=(other, other))
-    assert said.join_options == f"--join swarmproof://{RUN}{other}"
+    assert join_options(said) == f"--join swarmproof://{RUN}{other}"
     assert said.contacts.peers == (other,)
     with said.peer:
         pass
@@ -230,7 +237,7 @@ def test_other_peers_are_introduced_too(tmp_path: Path, libp2p: Callable[[bool],
 def test_a_name_to_serve_at_is_an_address_to_the_peer(tmp_path: Path, libp2p: Callable[[bool], None]) -> None:
     libp2p(True)
     said = opened(tmp_path, host="localhost")
-    assert "/ip4/127.0.0.1/tcp/8701/" in said.join_options
+    assert "/ip4/127.0.0.1/tcp/8701/" in join_options(said)
     assert said.contacts.endpoints == ("http://localhost:8700",)
 
 
