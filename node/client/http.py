@@ -172,6 +172,11 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def page_of(coordinator: str, node: str) -> str:
+    """Return the address of a node's page at the coordinator with this URL."""
+    return f"{coordinator.rstrip('/')}/nodes/{node}"
+
+
 def valid_urls(urls: Iterable[str]) -> tuple[str, ...]:
     """Return the valid ones of an untrusted list of URLs, without duplicates."""
     sound = []

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from node.client.api import CoordinatorClient
-from node.client.http import Backoff
+from node.client.http import Backoff, page_of
 from node.commands.joining_options import parse_join_options
 from node.commands.options import json_option, key_option, state_option
 from node.commands.status_report import LocalWorker, StatusLine, deciding, health_lines, line_of, lines_of, show
@@ -107,7 +107,7 @@ def status(
         click.echo(msgspec.json.encode(said))
     else:
         lines = [StatusLine("run", f"{spec.name}, {run_id[:16]}…, at {url}"), *health]
-        lines += lines_of(standing, spec.standing)
+        lines += [*lines_of(standing, spec.standing), StatusLine("page", page_of(url, node))]
         if local.worker is not None:
             lines.append(line_of(local.worker, now=time.time()))
         show(lines, deciding(standing), console)

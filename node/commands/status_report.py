@@ -130,7 +130,7 @@ def _standing(standing: NodeStanding) -> str:
     warned = f" {strikes} of the {standing.ban_after} rejections that end in a ban have come." if strikes else ""
     if standing.verified >= probation:
         return f"Trusted: {standing.verified} fully measured slots in a row were admitted.{warned}"
-    state = "On probation again" if standing.rejected else "New"
+    state = "On probation again" if standing.rejected else "On probation"
     return f"{state}: {standing.verified} of {probation} probation slots were admitted in a row.{warned}"
 
 
@@ -201,8 +201,8 @@ def _reasons(rejections: Sequence[Rejection]) -> Table:
 
 
 def _moment(at: float) -> str:
-    """Format Unix seconds; an untrusted value may be out of range."""
+    """Format Unix seconds in this machine's time zone; an untrusted value may be out of range."""
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+        return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(at))
     except (ValueError, OverflowError, OSError):
         return f"{at} s after 1970"

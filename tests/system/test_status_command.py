@@ -87,7 +87,7 @@ def test_a_new_one_reads_how_far_it_has_come_and_a_trusted_one_what_is_looked_at
     assert work(swarm, peer) is Outcome.ADMITTED
     said = about(swarm, peer.node, home=tmp_path)
     assert said.returncode == 0, said.stderr
-    assert "New: 1 of 2 probation slots were admitted in a row." in said.stdout
+    assert "On probation: 1 of 2 probation slots were admitted in a row." in said.stdout
     assert "It may have 2 slots at a time, and has 0" in said.stdout
     for _ in range(2):
         assert work(swarm, peer) is Outcome.ADMITTED
@@ -117,7 +117,7 @@ def test_without_flags_it_is_about_the_worker_of_this_machine(swarm: Swarm, tmp_
         said = ask(*arguments, home=tmp_path)
         assert said.returncode == 0, said.stderr
         assert node_id(key) in said.stdout
-        assert "New: 1 of 2" in said.stdout
+        assert "On probation: 1 of 2" in said.stdout
         assert "worker here" in said.stdout
     report = json.loads(ask("--json", home=tmp_path).stdout)
     assert (report["worker"]["admitted"], report["standing"]["admitted"], report["exit_code"]) == (1, 1, 0)

@@ -50,7 +50,7 @@ async def submitter(request: Request, lease_id: str) -> Submitter:
 def _queued(endpoint: Endpoint[Any, SubmissionReply], submission: str, sender: Submitter, service: Service) -> Response:
     service.metrics.submissions.inc()
     with bound(submission=submission, node=sender.node, lease=sender.lease_id):
-        log.info("submission %s… of %s… queued", submission[:16], sender.node[:8])
+        log.debug("submission %s… of %s… queued", submission[:16], sender.node[:8])
     return respond(endpoint, SubmissionReply(submission=submission))
 
 

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from node.broadcast.progress import clock
-from node.client.http import printable
+from node.client.http import page_of, printable
 from node.protocol.reasons import reason_of
 
 MOST_COLUMNS: Final = 110
@@ -129,6 +129,7 @@ def _entries(frame: Frame, width: int) -> Iterator[_Entry]:
         said = sums["standing"]
         style = "bold red" if said["banned"] else "yellow" if said["strikes"] else ""
         yield _Entry("standing", Text(standing_line(said), style), 6)
+    yield _Entry("page", Text(printable(page_of(str(status["coordinator"]), frame.node))), 8)
 
 
 def _title(frame: Frame, width: int) -> Text:

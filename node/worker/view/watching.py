@@ -19,7 +19,7 @@ from typing import Any, Final, Self, TextIO
 from rich.console import Group
 
 from node.broadcast.progress import FetchProgress
-from node.client.http import printable
+from node.client.http import page_of, printable
 from node.runtime.terminal import LiveDisplay, supports_live_display
 from node.worker.events import KEYS, EventKind, Observer, Status
 from node.worker.view.account import SessionTally
@@ -138,6 +138,7 @@ class LogReporter(Reporter):
         """Log the events that a person would want to know an hour later."""
         if kind is EventKind.JOINED:
             log.info("in run %r, by %s", printable(keys["name"]), printable(keys["coordinator"]))
+            log.info("this node's page: %s", printable(page_of(keys["coordinator"], self.identity.node)))
         elif kind is EventKind.SUMMARY:
             log.info("%s; %s", printable(keys["doing"]), line(keys))
         elif kind is EventKind.ENDED:
