@@ -5,7 +5,7 @@ judged submissions, as `benchmarks.dashboards.stocked` writes it.
 
 - `first_paint_ms`: Chromium's first contentful paint of the run's page, median of `--loads`, each with an empty cache.
   `first_paint_bytes` is what was transferred for it (the page, its style sheet, its script, compressed), `bytes` all of
-  a first visit, with Plotly, which comes after the paint, and `bytes_again` a second visit. `plots_ms`: until plots can
+  a first visit, with uPlot, which comes after the paint, and `bytes_again` a second visit. `plots_ms`: until plots can
   be read off. Null where there is no Chromium.
 - `page_ms` is a page that had to be made anew, `page_again_ms` one that was made within the second; `workers_ms` is
   another part of the table of workers, `submission_ms` and `audit_ms` are those pages, `status_ms` and `metrics_ms`

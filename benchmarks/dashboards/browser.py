@@ -48,14 +48,14 @@ def _visit(browser: Any, url: str) -> dict[str, float]:
     )
     page.goto(url, wait_until="load")
     paint = page.evaluate(PAINT)
-    page.wait_for_selector(".drawn .main-svg", timeout=60_000)
+    page.wait_for_selector(".drawn canvas", timeout=60_000)
     plots = page.evaluate("performance.now()")
     by_name = {names.get(request, request): size for request, size in received.items()}
-    before = sum(size for name, size in by_name.items() if "plotly" not in name and "/v1/" not in name)
+    before = sum(size for name, size in by_name.items() if "uPlot" not in name and "/v1/" not in name)
     total = sum(by_name.values())
     received.clear()
     page.reload(wait_until="load")
-    page.wait_for_selector(".drawn .main-svg", timeout=60_000)
+    page.wait_for_selector(".drawn canvas", timeout=60_000)
     again = sum(received.values())
     context.close()
     return {"paint": paint, "plots": plots, "before": before, "bytes": total, "again": again}

@@ -1,6 +1,6 @@
 """Static files, served compressed under URLs with their digest, so that browsers cache them for ever.
 
-Plotly's script comes from its Python package, so that pages load nothing from third parties.
+uPlot (MIT) is a copy of its npm package's, so that pages load nothing from third parties.
 """
 
 from __future__ import annotations
@@ -33,22 +33,19 @@ def _own(name: str) -> Callable[[], bytes]:
     return lambda: files("coordinator.dashboard").joinpath("static", name).read_bytes()
 
 
-def _plotly() -> bytes:
-    return files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
-
-
 _SOURCES: Final = {
     "dashboard.css": ("text/css; charset=utf-8", _own("dashboard.css")),
     "page.js": ("text/javascript; charset=utf-8", _own("page.js")),
     "run.js": ("text/javascript; charset=utf-8", _own("run.js")),
     "submission.js": ("text/javascript; charset=utf-8", _own("submission.js")),
     "icon.svg": ("image/svg+xml", _own("icon.svg")),
-    "plotly.min.js": ("text/javascript; charset=utf-8", _plotly),
+    "uPlot.iife.min.js": ("text/javascript; charset=utf-8", _own("vendor/uPlot.iife.min.js")),
+    "uPlot.min.css": ("text/css; charset=utf-8", _own("vendor/uPlot.min.css")),
 }
 
 
 class Assets:
-    """The files of one process, read and compressed on first use (Plotly's takes 0.3 s)."""
+    """The files of one process, read and compressed on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

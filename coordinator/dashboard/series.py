@@ -1,4 +1,4 @@
-"""The plots of the run's page, as data for Plotly and as static SVG paths for clients without JavaScript."""
+"""The plots of the run's page, as data for uPlot and as static SVG paths for clients without JavaScript."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Tab:
         self.page.goto(self.origin + path, wait_until="load")
 
     def wait_for_plots(self) -> None:
-        self.page.wait_for_selector(".drawn .main-svg", timeout=60_000)
+        self.page.wait_for_selector(".drawn canvas", timeout=60_000)
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def test_a_page_fits_its_window_and_asks_nobody_else(
         found.open(path.replace("SUBMISSION", f"/submissions/{run.submissions[-1]}"))
         if path == "/":
             found.wait_for_plots()
-            assert found.page.locator(".drawn .main-svg").count() > 0
+            assert found.page.locator(".drawn canvas").count() > 0
         assert_nothing_sticks_out(found.page)
         paper = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert paper == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 27)")
@@ -193,7 +193,7 @@ def test_the_main_figures_are_there_without_javascript(browser: Browser, run: Ru
 def test_a_curve_of_training_can_be_read_off(browser: Browser, run: Run) -> None:
     with tab(browser, run) as found:
         found.open("/")
-        found.page.wait_for_selector("#plot-entropy .main-svg", timeout=60_000)
+        found.page.wait_for_selector("#plot-entropy canvas", timeout=60_000)
         assert found.page.locator(".panel:visible .drawn").count() == 5
 
 

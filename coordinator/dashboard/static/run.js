@@ -84,154 +84,174 @@ function colours() {
   const style = getComputedStyle(document.documentElement);
   const of = (name) => style.getPropertyValue(name).trim();
   return {
-    ink: of("--ink"), quiet: of("--quiet"), line: of("--line"), paper: of("--paper"), mark: of("--mark"),
-    band: of("--band"), kinds: [0, 1, 2, 3, 4, 5, 6, 7].map((at) => of(`--f${at}`)),
+    quiet: of("--quiet"), line: of("--line"), mark: of("--mark"), band: of("--band"),
+    kinds: [0, 1, 2, 3, 4, 5, 6, 7].map((at) => of(`--f${at}`)),
   };
 }
 
-function layout(palette, height, more) {
-  const axis = {
-    gridcolor: palette.line, linecolor: palette.line, zeroline: false, fixedrange: true, automargin: true,
-    tickfont: { color: palette.quiet, size: 12 }, nticks: 6,
-  };
-  return {
-    height, margin: { l: 44, r: 8, t: 8, b: 28 }, paper_bgcolor: palette.paper, plot_bgcolor: palette.paper,
-    font: { family: "system-ui, sans-serif", color: palette.ink, size: 12 }, showlegend: false, hovermode: "x unified",
-    hoverlabel: { bgcolor: palette.paper, bordercolor: palette.line, font: { color: palette.ink, size: 12 } },
-    ...more,
-    xaxis: { ...axis, showgrid: false, ...(more.xaxis || {}) },
-    yaxis: { ...axis, rangemode: "tozero", ...(more.yaxis || {}) },
-  };
-}
-
-function clocks() {
+function clock(seconds) {
   const { start, width } = plots.over;
-  const days = start.length * width > 2 * 86400;
-  // Of a few there would be ticks between them, with the same words.
-  const ticks = start.length <= 8 ? { tickmode: "array", tickvals: moments() } : { nticks: 8 };
-  return { tickformat: days ? "%-d %b" : "%H:%M", hoverformat: days ? "%-d %b, %H:%M" : "%H:%M", ...ticks };
+  const text = new Date(1000 * seconds).toISOString();
+  return start.length * width > 2 * 86400 ? `${text.slice(5, 10)} ${text.slice(11, 16)}` : text.slice(11, 16);
 }
 
-function moments() {
-  return plots.over.start.map((start) => new Date(1000 * start).toISOString());
-}
+const numbers = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+const told = (value, more = "") => (value === null || value === undefined ? "-" : numbers.format(value) + more);
 
+const BY_STEP = { label: "step", value: (plot, step) => told(step) };
+const BY_TIME = { label: "UTC", value: (plot, at) => (at === null ? "-" : clock(at)) };
+
+// What each place draws: the x column with its series, the y columns with theirs, and options of uPlot's.
 const DRAWN = {
   reward(palette) {
     const { step, mean, spread } = plots.reward;
-    if (!step.length) return null;
-    const upper = mean.map((value, at) => Math.min(1, value + spread[at]));
-    const lower = mean.map((value, at) => Math.max(0, value - spread[at]));
-    const edge = { x: step, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
-    return [
-      [
-        { ...edge, y: upper },
-        { ...edge, y: lower, fill: "tonexty", fillcolor: palette.band },
+    const edge = { stroke: "transparent", width: 0, points: { show: false }, class: "unheard" };
+    return {
+      by: BY_STEP, x: step,
+      ys: [
+        mean.map((value, at) => Math.min(1, value + spread[at])), mean.map((value, at) => Math.max(0, value - spread[at])),
+        mean,
+      ],
+      series: [
+        { ...edge, label: "upper" }, { ...edge, label: "lower" },
         {
-          x: step, y: mean, mode: step.length > 1 ? "lines" : "markers", line: { color: palette.mark, width: 2 },
-          customdata: spread, hovertemplate: "%{y:.3f} ± %{customdata:.3f}<extra></extra>",
+          label: "reward", stroke: palette.mark, width: 2,
+          value: (plot, value, series, at) => (value === null ? "-" : `${value.toFixed(3)} ± ${spread[at].toFixed(3)}`),
         },
       ],
-      { xaxis: { title: { text: "step", font: { color: palette.quiet, size: 12 } } }, yaxis: { range: [0, 1.02] } },
-    ];
+      bands: [{ series: [1, 2], fill: palette.band }], top: 1.02,
+    };
   },
   verdicts(palette) {
-    if (!plots.over.start.length) return null;
-    const x = moments();
-    const kind = (key, at) => ({ admitted: 0, other: 5, undecided: 7 })[key] ?? [1, 2, 3, 4, 6][at - 1];
-    const traces = plots.over.verdicts.map((one, at) => ({
-      x, y: one.count, name: one.name, type: "bar", marker: { color: palette.kinds[kind(one.key, at)] },
-      hovertemplate: "%{y:,}",
-    }));
-    const legend = {
-      orientation: "h", y: -0.12, yanchor: "top", x: 0, traceorder: "normal", itemwidth: 30,
-      font: { color: palette.quiet, size: 12 },
+    const kinds = plots.over.verdicts;
+    const colour = (key, at) => palette.kinds[({ admitted: 0, other: 5, undecided: 7 })[key] ?? [1, 2, 3, 4, 6][at - 1]];
+    const sums = kinds.map((kind, at) => plots.over.start.map(
+      (start, when) => kinds.slice(0, at + 1).reduce((sum, one) => sum + one.count[when], 0)));
+    return {
+      by: BY_TIME, x: plots.over.start, ys: sums.toReversed(), bars: true,
+      // The tallest is drawn first, and the others stand before it.
+      series: kinds.map((kind, at) => ({
+        label: kind.name, fill: colour(kind.key, at), width: 0, points: { show: false },
+        paths: uPlot.paths.bars({ size: [0.85, 100], align: 1 }), value: (plot, sum, series, when) => told(kind.count[when]),
+      })).toReversed(),
     };
-    return [traces, { barmode: "stack", bargap: 0.12, showlegend: true, legend, xaxis: clocks() }];
   },
   rate(palette) {
-    if (!plots.rate.tokens.length) return null;
-    const template = "%{y:,.0f} tokens, %{customdata:.1f} slots a minute<extra></extra>";
-    return [
-      [{
-        x: moments(), y: plots.rate.tokens, customdata: plots.rate.slots, mode: "lines+markers", marker: { size: 3 },
-        line: { color: palette.mark, width: 2 }, hovertemplate: template,
-      }],
-      { xaxis: clocks() },
-    ];
+    const value = (plot, tokens, series, at) => `${told(tokens)}, ${told(plots.rate.slots[at])} slots`;
+    return {
+      by: BY_TIME, x: plots.over.start, ys: [plots.rate.tokens],
+      series: [{ label: "tokens a minute", stroke: palette.mark, width: 2, value }],
+    };
   },
   wait(palette) {
-    if (!plots.wait.mean.length) return null;
-    const line = (y, name, colour, width) => ({
-      x: moments(), y, name, mode: "lines+markers", marker: { size: 3 }, line: { color: colour, width },
-      hovertemplate: `%{y:.2f} s ${name}<extra></extra>`,
-    });
-    return [
-      [line(plots.wait.longest, "longest", palette.kinds[5], 1), line(plots.wait.mean, "mean", palette.mark, 2)],
-      { xaxis: clocks(), yaxis: { ticksuffix: " s" } },
-    ];
+    const value = (plot, seconds) => told(seconds, " s");
+    return {
+      by: BY_TIME, x: plots.over.start, ys: [plots.wait.longest, plots.wait.mean],
+      series: [
+        { label: "longest", stroke: palette.kinds[5], width: 1, value },
+        { label: "mean", stroke: palette.mark, width: 2, value },
+      ],
+    };
   },
 };
 
 // One for each statistic of the trainer that there is: `plots.training` has them by the names of their places.
 function trained(name, palette) {
-  const { step } = plots.reward;
-  const line = { color: palette.mark, width: 2 };
-  const mode = step.length > 1 ? "lines" : "markers";
-  return [
-    [{ x: step, y: plots.training[name], mode, line, hovertemplate: "%{y:.4g}<extra></extra>" }],
-    { yaxis: { nticks: 4 } },
-  ];
+  const series = [{ label: "value", stroke: palette.mark, width: 2, value: (plot, value) => told(value) }];
+  return { by: BY_STEP, x: plots.reward.step, ys: [plots.training[name]], series };
 }
 
-function drawings() {
-  const training = Object.keys(plots.training).map((name) => [name, (palette) => trained(name, palette)]);
-  return [...Object.entries(DRAWN), ...training];
+const ROUND = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1440, 7200, 14400, 100_000];
+
+function options(made, palette, place) {
+  const height = place.classList.contains("small") ? 112 : place.classList.contains("low") ? 172 : 232;
+  const font = "12px system-ui, sans-serif";
+  const axis = { stroke: palette.quiet, font, ticks: { show: false }, gap: 6 };
+  const width = plots.over.width;
+  const across = made.bars ? { range: (plot, least, most) => [least, most + width] } : {};
+  const up = (plot, least, most) => [Math.min(0, least ?? 0), made.top ?? (most > 0 ? 1.05 * most : 1)];
+  return {
+    width: Math.max(200, place.clientWidth), height, padding: [8, 18, 0, 0], bands: made.bands,
+    scales: { x: { time: made.by === BY_TIME, ...across }, y: { range: up } },
+    axes: [
+      {
+        ...axis, size: 26, grid: { show: false }, incrs: ROUND.map((one) => one * (made.by === BY_TIME ? width : 1)),
+        values: (plot, at) => at.map((one) => (made.by === BY_TIME ? clock(one) : told(one))),
+      },
+      { ...axis, size: 46, grid: { stroke: palette.line, width: 1 }, values: (plot, at) => at.map((one) => told(one)) },
+    ],
+    series: [made.by, ...made.series],
+    cursor: { drag: { x: false, y: false }, y: false },
+    legend: { markers: { width: 0, fill: (plot, at) => made.series[at - 1].fill ?? made.series[at - 1].stroke } },
+    hooks: { setLegend: [showNewest] },
+  };
 }
 
-function heightOf(place) {
-  if (place.classList.contains("small")) return 140;
-  return place.classList.contains("low") ? 200 : 260;
+// Away from the pointer, the newest values are read off.
+function showNewest(plot) {
+  if (plot.legend.idx !== null) return;
+  const newest = plot.data.at(-1).findLastIndex((value) => value !== null);
+  if (newest >= 0) plot.setLegend({ idx: newest }, false);
 }
 
+const charts = new Map();
 let drawing = false;
 
-function draw() {
-  if (!window.Plotly || !drawing) return;
+function draw({ anew = false } = {}) {
+  if (!drawing) return;
   const palette = colours();
-  for (const [name, make] of drawings()) {
+  const training = Object.keys(plots.training).map((name) => [name, () => trained(name, palette)]);
+  for (const [name, make] of [...Object.entries(DRAWN), ...training]) {
     const place = document.getElementById(`plot-${name}`);
     const made = make(palette);
-    if (!made || !place) continue;
+    if (!place || !made.x.length || !made.ys.length) continue;
     // A statistic that came with a later step has had no place until now.
     place.closest("[hidden]")?.removeAttribute("hidden");
-    let box = place.querySelector(".drawn");
-    if (!box) {
-      const said = place.querySelector("svg[role=img]")?.getAttribute("aria-label") || name;
-      box = document.createElement("div");
-      box.className = "drawn";
-      box.setAttribute("role", "img");
-      box.setAttribute("aria-label", said);
-      place.replaceChildren(box);
-    }
-    const config = { displayModeBar: false, responsive: true, showTips: false };
-    window.Plotly.react(box, made[0], layout(palette, heightOf(place), made[1]), config);
+    const labels = made.series.map((one) => one.label).join();
+    const held = charts.get(name);
+    // The series' functions read the plots of the moment at which they were made.
+    held?.chart.destroy();
+    const box = held?.box ?? boxIn(place, name);
+    const at = anew || held?.labels !== labels ? null : held.chart.cursor.left;
+    const chart = new uPlot(options(made, palette, place), [made.x, ...made.ys], box);
+    chart.root.querySelector(".u-legend")?.setAttribute("aria-hidden", "true");
+    if (at > 0) chart.setCursor({ left: at, top: 1 });
+    else showNewest(chart);
+    charts.set(name, { chart, box, labels });
   }
 }
 
-function fetchPlotly() {
+function boxIn(place, name) {
+  const said = place.querySelector("svg[role=img]")?.getAttribute("aria-label") || name;
+  const box = document.createElement("div");
+  box.className = "drawn";
+  box.setAttribute("role", "img");
+  box.setAttribute("aria-label", said);
+  place.replaceChildren(box);
+  return box;
+}
+
+function fetchLibrary() {
+  const style = document.createElement("link");
+  style.rel = "stylesheet";
+  style.href = own.dataset.style;
   const script = document.createElement("script");
-  script.src = own.dataset.plotly;
+  script.src = own.dataset.library;
   script.addEventListener("load", () => {
     drawing = true;
     draw();
+    let wide = innerWidth;
+    addEventListener("resize", () => {
+      if (innerWidth !== wide) draw({ anew: true });
+      wide = innerWidth;
+    });
   });
-  document.head.append(script);
+  document.head.append(style, script);
 }
 
-// After the first paint, and after what it is made of: it is larger than everything else together.
-if (document.readyState === "complete") fetchPlotly();
-else window.addEventListener("load", () => requestAnimationFrame(() => setTimeout(fetchPlotly, 0)));
-dark.addEventListener("change", draw);
+// After the first paint, and after what it is made of: the page is whole without it.
+if (document.readyState === "complete") fetchLibrary();
+else window.addEventListener("load", () => requestAnimationFrame(() => setTimeout(fetchLibrary, 0)));
+dark.addEventListener("change", () => draw({ anew: true }));
 if (still.matches) document.documentElement.classList.add("still");
 follow();

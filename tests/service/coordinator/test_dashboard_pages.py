@@ -262,13 +262,13 @@ def test_a_completion_of_any_length_makes_a_page_of_bounded_size(run: Run) -> No
 
 
 def test_assets_are_kept_for_ever_under_their_digest_and_under_no_other_name(run: Run) -> None:
-    url = Assets().url("plotly.min.js")
+    url = Assets().url("uPlot.iife.min.js")
     reply = run.get(url, **{"Accept-Encoding": "gzip, br"})
     assert reply.headers["content-encoding"] == "gzip"
     assert "immutable" in reply.headers["cache-control"]
     assert gzip.decompress(reply.body) == run.get(url).body
     assert reply.headers["content-type"].startswith("text/javascript")
-    for other in ("/assets/0000000000000000/run.js", url.replace("plotly.min.js", "run.js"), "/assets/x/../run.js"):
+    for other in ("/assets/0000000000000000/run.js", url.replace("uPlot.iife.min.js", "run.js"), "/assets/x/../run.js"):
         assert run.get(other).status == 404
 
 
