@@ -82,7 +82,7 @@ def curve_stats(text: str | None) -> dict[str, float]:
 
 def is_idle(text: str | None) -> bool:
     """Return whether a step's stats, JSON or None, say that it had nothing to train on."""
-    return bool(text) and json.loads(text).get("tokens") == 0
+    return bool(json.loads(text).get("tokens") == 0) if text else False
 
 
 def curves(stats: Sequence[Mapping[str, float]], *, kinds: Iterable[CurveKind] = KINDS) -> list[Curve]:
