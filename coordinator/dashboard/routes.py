@@ -105,7 +105,7 @@ def _page_routes(app: FastAPI, coordinator: Coordinator, pages: Pages) -> None:
         if is_digest(submission):
             home = coordinator.home
             with home.database.read() as connection:
-                record = read_record(connection, submission, spec=home.spec)
+                record = read_record(connection, submission, spec=home.spec, run_id=home.run_id)
             view = None if record is None else view_of(record, home.blobs, spec=home.spec, row=row)
         if view is None:
             return _page(request, pages.missing("Nobody sent a submission with this id."), status=404)

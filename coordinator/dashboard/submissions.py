@@ -11,12 +11,14 @@ from typing import Any, Final
 from coordinator.dashboard.conversation import Utterance, conversation_of
 from coordinator.dashboard.figures import read_entry
 from coordinator.dashboard.formatting import name_of, number
+from coordinator.dashboard.listed import MOST_NAME
 from coordinator.dashboard.verdict_words import GROUP_FIGURES, headline, why
 from coordinator.dashboard.visible import visible
 from coordinator.errors import StorageFault
 from coordinator.storage import log
 from coordinator.storage.blobs import BlobStore
 from coordinator.storage.database import Connection
+from coordinator.storage.steps import manifest_digests
 from coordinator.storage.submissions import SubmissionRow, step_of, submission_row
 from coordinator.verifier.evidence import (
     MAX_BLOB_BYTES,
@@ -27,11 +29,13 @@ from coordinator.verifier.evidence import (
     halves,
     token_ids,
 )
+from node.environments import known_answer
 from node.protocol import merkle
 from node.protocol.admission import limit_of
 from node.protocol.messages import VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.run import LimitsSpec, RunSpec
+from node.protocol.slots import SlotProblem, slot_problem
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ MOST_TOKENS: Final = 4000
 """Maximum tokens on one page; the chosen completion comes first."""
 
 MOST_CHUNKS: Final = 256
+MOST_ANSWER: Final = 2000
 SHOWN_REPLY: Final = 100
 """Maximum characters of an environment's reply."""
 
@@ -134,7 +139,7 @@ class ShownVerdict:
 
 @dataclass(frozen=True, slots=True)
 class SubmissionView:
-    """The content of the page."""
+    """The content of the page; `answer` is the right one, "" where it is not public."""
 
     submission: str
     node: str
@@ -149,6 +154,9 @@ class SubmissionView:
     attempts: int
     step: int | None
     judgements: Sequence[ShownVerdict]
+    environment: str
+    problem: int
+    answer: str
     prompt: str
     prompt_tokens: int
     rows: Sequence[RolloutRow]
@@ -160,15 +168,16 @@ class SubmissionView:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A submission in the database: its row, the step that used it, and its verdicts."""
+    """A submission in the database: its row, its problem, the step that used it, and its verdicts."""
 
     submission: str
     row: SubmissionRow
+    problem: SlotProblem
     step: int | None
     judgements: Sequence[ShownVerdict]
 
 
-def read_record(connection: Connection, submission: str, *, spec: RunSpec) -> Record | None:
+def read_record(connection: Connection, submission: str, *, spec: RunSpec, run_id: str) -> Record | None:
     """Read the record of `submission`; return None if it is unknown."""
     found = submission_row(connection, submission)
     if found is None:
@@ -177,12 +186,17 @@ def read_record(connection: Connection, submission: str, *, spec: RunSpec) -> Re
     indices = [index for index in (found.log_index, found.recheck_index) if index is not None]
     judgements = [one for index in indices if (one := _judgement(connection, index, size, spec=spec)) is not None]
     step = step_of(connection, submission)
-    return Record(submission, found, step, judgements)
+    manifest = manifest_digests(connection, [found.version])[found.version]
+    problem = slot_problem(
+        spec, run_id=run_id, manifest_digest=manifest, slot=found.slot, candidate=found.candidate or 0
+    )
+    return Record(submission, found, problem, step, judgements)
 
 
 def view_of(record: Record, blobs: BlobStore, *, spec: RunSpec, row: int | None) -> SubmissionView:
     """Build the page, with the tokens of completion `row` before those of the others."""
     found, judgements = record.row, record.judgements
+    environment = spec.environments[record.problem.environment]
     evidence, missing = _evidence(blobs, found, decided=bool(judgements))
     entry = judgements[-1].entry if judgements else None
     rewards = next((one.entry.rewards for one in judgements if one.entry.rewards), None)
@@ -201,6 +215,9 @@ def view_of(record: Record, blobs: BlobStore, *, spec: RunSpec, row: int | None)
         attempts=found.attempts,
         step=record.step,
         judgements=judgements,
+        environment=visible(environment.name, most=MOST_NAME),
+        problem=record.problem.problem,
+        answer=visible(known_answer(environment, record.problem.problem) or "", most=MOST_ANSWER, lines=True),
         prompt="" if evidence is None else visible(evidence.prompt, most=8000, lines=True),
         prompt_tokens=0 if evidence is None else evidence.prompt_tokens,
         rows=[] if evidence is None else _rows(evidence, entry, rewards, chosen=chosen, limits=spec.limits),

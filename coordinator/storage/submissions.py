@@ -63,6 +63,7 @@ class SubmissionRow:
     recheck_index: int | None
     version: int
     slot: int
+    candidate: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,9 @@ def logged_verdict(connection: Connection, submission: str) -> VerdictLeaf | Sub
 
 def submission_row(connection: Connection, submission: str) -> SubmissionRow | None:
     """Return the row of `submission`, None if it is unknown."""
-    columns = [submissions.c[name] for name in SubmissionRow.__dataclass_fields__ if name not in ("version", "slot")]
-    columns += [slots.c.version, slots.c.number]
+    of_slot = ("version", "slot", "candidate")
+    columns = [submissions.c[name] for name in SubmissionRow.__dataclass_fields__ if name not in of_slot]
+    columns += [slots.c.version, slots.c.number, slots.c.candidate]
     joined = select(*columns).join(slots, slots.c.id == submissions.c.slot_id)
     row = connection.execute(joined.where(submissions.c.submission == submission)).first()
     return None if row is None else SubmissionRow(*row)

@@ -32,7 +32,7 @@ def peer(swarm: Swarm) -> Peer:
 def view(swarm: Swarm, submission: str) -> SubmissionView:
     home = swarm.home
     with home.database.read() as connection:
-        record = read_record(connection, submission, spec=home.spec)
+        record = read_record(connection, submission, spec=home.spec, run_id=home.run_id)
     assert record is not None
     return view_of(record, home.blobs, spec=home.spec, row=None)
 
@@ -46,6 +46,9 @@ def test_an_admitted_group_shows_each_token_with_its_margin_and_each_chunk_withi
     assert receipt.outcome is Outcome.ADMITTED
     found = view(swarm, receipt.submission)
     assert "A:" in found.prompt
+    terms = re.search(r"Q:(\d+)\+(\d+)=", found.prompt)
+    assert found.environment == ("reverse" if terms is None else "arithmetic")
+    assert terms is None or found.answer == str(int(terms[1]) + int(terms[2]))
     assert [row.count for row in found.rows] == [len(rollout.completion_ids) for rollout in rollouts]
     for row, rollout in zip(found.rows, rollouts, strict=True):
         assert [token.id for token in row.shown] == rollout.completion_ids

@@ -221,7 +221,7 @@ def test_a_submission_that_nobody_sent_is_not_found(run: Run) -> None:
 
 def test_the_inclusion_proof_on_a_submissions_page_is_one(run: Run) -> None:
     with run.home.database.read() as connection:
-        record = read_record(connection, run.submissions[123], spec=SPEC)
+        record = read_record(connection, run.submissions[123], spec=SPEC, run_id=run.home.run_id)
     assert record is not None
     proof = record.judgements[0].proof
     path = [bytes.fromhex(one) for one in proof.path]
@@ -247,7 +247,7 @@ def test_a_completion_of_any_length_makes_a_page_of_bounded_size(run: Run) -> No
     said = [(at, "\u202e" * 500) for at in range(64)]
     rows = [RowEvidence(9000, b"\0\0\0\0" * 9000, ["\u202e" * 64] * 9000, b"", b"", [], [(0, 9000)], said)] * 8
     with run.home.database.read() as connection:
-        record = read_record(connection, run.submissions[0], spec=SPEC)
+        record = read_record(connection, run.submissions[0], spec=SPEC, run_id=run.home.run_id)
     assert record is not None
 
     class Store:
@@ -306,7 +306,9 @@ def instructions(folder: Path, *, submissions: int) -> dict[str, int]:
             ),
             "found": lambda connection: read_workers(connection, TableQuery(find="ab"), spec=SPEC, at_work=(), now=now),
             "searched": lambda connection: find(connection, run.submissions[50][:6], home=run.home),
-            "submission": lambda connection: read_record(connection, run.submissions[50], spec=SPEC),
+            "submission": lambda connection: read_record(
+                connection, run.submissions[50], spec=SPEC, run_id=run.home.run_id
+            ),
             "slots": slot_counts,
             "reasons": reason_totals,
             "partly": partly_measured,
