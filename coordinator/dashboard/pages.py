@@ -23,7 +23,7 @@ from coordinator.dashboard.nodes import NodeView
 from coordinator.dashboard.series import plots_of
 from coordinator.dashboard.submissions import SubmissionView
 from coordinator.dashboard.visible import short, visible
-from coordinator.dashboard.workers import TableQuery, WorkerTable, read_workers
+from coordinator.dashboard.workers import ROWS, TODAY, TableQuery, WorkerTable, read_workers
 from coordinator.run.service import Coordinator
 from coordinator.storage.database import Connection
 from coordinator.storage.steps import manifest_of
@@ -131,8 +131,9 @@ class Pages:
         return self._render("run.html.j2", **values, sections=rendered, table=table)
 
     def _workers(self, connection: Connection, query: TableQuery, at_work: Collection[str]) -> WorkerTable:
-        spec = self._coordinator.home.spec
-        return read_workers(connection, query, spec=spec, at_work=at_work, now=time.time())
+        spec, now = self._coordinator.home.spec, time.time()
+        best = self._coordinator.best_of_day(connection, now=now, most=ROWS) if query.sort == TODAY else ()
+        return read_workers(connection, query, spec=spec, at_work=at_work, now=now, best=best)
 
     def _render(self, template: str, **values: Any) -> bytes:
         values |= {"health": self._health, "needs": self._needs}

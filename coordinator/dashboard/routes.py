@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import time
-from typing import TYPE_CHECKING, Annotated, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
@@ -62,14 +64,27 @@ def add_dashboard(app: FastAPI, coordinator: Coordinator, *, shutdown: Shutdown)
         return _file(request, found)
 
 
+def _in_words(pages: Pages) -> Callable[[Callable[..., Response]], Callable[..., Response]]:
+    """Return the decorator of a page's route with which people read a refusal on a page."""
+
+    def decorate(answer: Callable[..., Response]) -> Callable[..., Response]:
+        @functools.wraps(answer)
+        def answered(request: Request, **given: Any) -> Response:
+            try:
+                return answer(request, **given)
+            except Refusal as refusal:
+                return _page(request, pages.missing(refusal.detail), status=refusal.reason.status or 400)
+
+        return answered
+
+    return decorate
+
+
 def _page_routes(app: FastAPI, coordinator: Coordinator, pages: Pages) -> None:
     @app.get("/", include_in_schema=False)
+    @_in_words(pages)
     def run(request: Request, sort: _Text = "credit", after: _Text = "", find: _Text = "") -> Response:
-        try:
-            query = parse_query(sort, after, find)
-        except Refusal as refusal:
-            return _page(request, pages.missing(refusal.detail), status=400)
-        return _page(request, pages.run(query))
+        return _page(request, pages.run(parse_query(sort, after, find)))
 
     @app.get("/audit", include_in_schema=False)
     def audit(request: Request, at: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None) -> Response:
@@ -84,6 +99,7 @@ def _page_routes(app: FastAPI, coordinator: Coordinator, pages: Pages) -> None:
         return _page(request, pages.found(found))
 
     @app.get("/nodes/{node}", include_in_schema=False)
+    @_in_words(pages)
     def node_page(
         request: Request,
         node: str,

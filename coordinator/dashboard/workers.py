@@ -15,6 +15,9 @@ from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 
 ROWS: Final = 25
+TODAY: Final = "today"
+"""The order by what was admitted today, of which there is one page."""
+
 HERE_SECONDS: Final = 120.0
 """A worker asks for leases or relays more often than this."""
 
@@ -33,6 +36,8 @@ class TableQuery:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
+    """A worker; `today` are the tokens admitted today, None where the order is another."""
+
     node: str
     engine: str
     state: str
@@ -40,6 +45,7 @@ class WorkerRow:
     admitted: int
     rejected: int
     tokens: int
+    today: int | None
     verified: int
     strikes: int
     standing: str
@@ -59,8 +65,8 @@ class WorkerTable:
 def parse_query(sort: str, after: str, find: str) -> TableQuery:
     """Parse the query parameters of the table; raises Refusal."""
     find = find.strip().lower()
-    if sort not in ORDERS or not _PREFIX.fullmatch(find):
-        raise Refusal(Reason.BAD_REQUEST, "Sort by credit, seen or rejected; an id has hexadecimal digits.")
+    if sort not in (*ORDERS, TODAY) or not _PREFIX.fullmatch(find):
+        raise Refusal(Reason.BAD_REQUEST, "Sort by credit, today, seen or rejected; an id has hexadecimal digits.")
     if not after:
         return TableQuery(sort, None, find)
     parts = _AFTER.fullmatch(after)
@@ -71,15 +77,27 @@ def parse_query(sort: str, after: str, find: str) -> TableQuery:
 
 
 def read_workers(
-    connection: Connection, query: TableQuery, *, spec: RunSpec, at_work: Collection[str], now: float
+    connection: Connection,
+    query: TableQuery,
+    *,
+    spec: RunSpec,
+    at_work: Collection[str],
+    now: float,
+    best: Sequence[tuple[str, int]] = (),
 ) -> WorkerTable:
-    """Read the requested rows, at most ROWS of them; `at_work` are the ids of the nodes that are."""
-    if query.find:
+    """Read the requested rows, at most ROWS of them.
+
+    `at_work` are the ids of the nodes that are, and `best` those of the order TODAY, each with its tokens.
+    """
+    today = dict(best)
+    if query.sort == TODAY and not query.find:
+        rows = nodes.list_named(connection, list(today)[:ROWS])
+    elif query.find:
         after = "" if query.after is None else query.after[1]
         rows = nodes.list_by_prefix(connection, query.find, after=after, most=ROWS + 1)
     else:
         rows = nodes.list_by(connection, query.sort, after=query.after, most=ROWS + 1)
-    shown = [_worker(row, spec=spec, at_work=at_work, now=now) for row in rows[:ROWS]]
+    shown = [_worker(row, spec=spec, at_work=at_work, today=today.get(row.node), now=now) for row in rows[:ROWS]]
     last = rows[ROWS - 1] if len(rows) > ROWS else None
     return WorkerTable(query, shown, "" if last is None else f"{_value(last, query.sort)}:{last.node}")
 
@@ -88,7 +106,7 @@ def _value(row: NodeRow, sort: str) -> str:
     return {"credit": str(row.tokens), "seen": repr(row.seen_at), "rejected": str(row.rejected)}[sort]
 
 
-def _worker(row: NodeRow, *, spec: RunSpec, at_work: Collection[str], now: float) -> WorkerRow:
+def _worker(row: NodeRow, *, spec: RunSpec, at_work: Collection[str], today: int | None, now: float) -> WorkerRow:
     state, said = _state(row, spec=spec, at_work=at_work, now=now)
     return WorkerRow(
         node=row.node,
@@ -98,6 +116,7 @@ def _worker(row: NodeRow, *, spec: RunSpec, at_work: Collection[str], now: float
         admitted=row.admitted,
         rejected=row.rejected,
         tokens=row.tokens,
+        today=today,
         verified=row.verified,
         strikes=row.strikes,
         standing=row.standing.word(spec.standing),

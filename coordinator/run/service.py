@@ -137,6 +137,10 @@ class Coordinator:
         with self.home.database.read() as connection:
             return standing_report(connection, node, accounts=self._accounts, spec=self.home.spec, now=now)
 
+    def best_of_day(self, connection: Connection, *, now: float, most: int) -> list[tuple[str, int]]:
+        """Return at most `most` nodes with today's tokens (UTC), the most first; raises as `standing`."""
+        return self._accounts.best_of_day(connection, now=now, most=most)
+
     def return_lease(self, connection: Connection, node: str, lease_id: str, *, now: float) -> None:
         """End a lease early, on its holder's request."""
         work.return_lease(connection, node=node, lease_id=lease_id, spec=self.home.spec, now=now)

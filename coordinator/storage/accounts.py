@@ -9,7 +9,9 @@ tables by index.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,6 +30,7 @@ from node.protocol.standing import Account
 
 MAX_DETAIL = 200
 LOCK_SECONDS = 1.0
+DAY_SECONDS = 86400
 _VERDICT = b'{"type":"verdict",'
 
 
@@ -94,19 +97,35 @@ class LogAccounts:
         self._lock = threading.Lock()
         self._size = 0
         self._nodes: dict[str, _LoggedNode] = {}
+        self._day, self._of_day = 0, Counter[str]()
+        """The newest day of the log (UTC), in days since 1970, and the tokens of each node that were admitted then."""
 
     def of(self, connection: Connection, node: str) -> _LoggedNode:
         """Return a node's account as of the log in `connection` or later.
 
         Raises StorageFault for a damaged log, and Refusal while another thread reads much of it for the first time.
         """
+        with self._followed(connection):
+            return self._nodes.get(node) or _LoggedNode()
+
+    def best_of_day(self, connection: Connection, *, now: float, most: int) -> list[tuple[str, int]]:
+        """Return at most `most` nodes with the tokens that were admitted of them today (UTC), the most first.
+
+        Raises as `of`.
+        """
+        with self._followed(connection):
+            return self._of_day.most_common(most) if self._day == int(now) // DAY_SECONDS else []
+
+    @contextmanager
+    def _followed(self, connection: Connection) -> Iterator[None]:
+        """Context manager during which the accounts are those of the log's end."""
         if not self._lock.acquire(timeout=LOCK_SECONDS):
             raise Refusal(Reason.TOO_MANY_REQUESTS, "The coordinator is reading its log; ask again.")
         try:
             while page := derived_rows.leaves_from(connection, self._size):
                 for index, leaf in page:
                     self._follow(index, leaf)
-            return self._nodes.get(node) or _LoggedNode()
+            yield
         finally:
             self._lock.release()
 
@@ -119,6 +138,10 @@ class LogAccounts:
             except msgspec.DecodeError as error:
                 raise StorageFault(f"log entry {index} is not a verdict: {error}") from error
             self._nodes.setdefault(entry.node, _LoggedNode()).follow(index, entry, rules=self._rules)
+            if entry.outcome is Outcome.ADMITTED and not entry.recheck:
+                if (day := entry.decided_at // DAY_SECONDS) > self._day:
+                    self._day, self._of_day = day, Counter()
+                self._of_day[entry.node] += entry.tokens
         self._size += 1
 
 

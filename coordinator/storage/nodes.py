@@ -65,6 +65,12 @@ def find(connection: Connection, node: str) -> NodeRow | None:
     return None if row is None else NodeRow(*row)
 
 
+def list_named(connection: Connection, names: Sequence[str]) -> list[NodeRow]:
+    """Return the rows of these nodes, in this order."""
+    found = {row.node: NodeRow(*row) for row in connection.execute(_ROW.where(nodes.c.node.in_(names)))}
+    return [found[name] for name in names if name in found]
+
+
 def count_registered(connection: Connection) -> int:
     """Return how many nodes have registered."""
     return int(connection.execute(select(func.count()).select_from(nodes)).scalar_one())

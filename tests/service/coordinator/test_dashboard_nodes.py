@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import urllib.parse
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,3 +87,20 @@ def test_who_only_asks_for_work_is_not_at_work(tmp_path: Path) -> None:
         assert re.search(r"workers at work</dt><dd>1<small> of 30 registered", page)
         assert page.count("state at-work") == 1
         assert page.count("state idle") == 24
+
+
+def test_the_best_of_the_day_are_another_list_than_those_of_the_whole_run(tmp_path: Path) -> None:
+    with run_with(tmp_path, Stock(workers=4, submissions=40, relays=0)) as run:
+        by_day: Counter[str] = Counter()
+        with run.home.database.write() as connection:
+            for name in run.submissions:
+                row = submission_row(connection, name)
+                if row.reason is None and int(row.decided_at) // 86400 == int(time.time()) // 86400:
+                    by_day[row.node] += 384
+            connection.execute(update(nodes).where(nodes.c.node == digest(b"worker 3")).values(tokens=10**9))
+        today = run.get("/?sort=today").text
+        shown = re.findall(r'<tr><td><a href="/nodes/([0-9a-f]{64})".*?<td class="n">([0-9,]+)</td>', today, re.DOTALL)
+        assert {node: int(tokens.replace(",", "")) for node, tokens in shown} == dict(by_day)
+        assert [int(tokens.replace(",", "")) for _, tokens in shown] == sorted(by_day.values(), reverse=True)
+        whole = re.findall(r'<tr><td><a href="/nodes/([0-9a-f]{64})"', run.get("/").text)
+        assert whole[0] == digest(b"worker 3")
