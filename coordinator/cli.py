@@ -39,7 +39,7 @@ from coordinator.commands.roles import RoleCommand, role_option
 from coordinator.commands.sft import sft
 from coordinator.commands.stakes import stakes
 from coordinator.commands.trainer import trainer
-from coordinator.run.definition import keep_locks, read_run_file
+from coordinator.run.definition import is_calibrated, keep_locks, read_run_file
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.peer_setup import open_to_peers
 from node.commands.engine_options import (
@@ -53,7 +53,7 @@ from node.commands.memory_options import policy_memory_bytes, policy_memory_opti
 from node.commands.options import listen_options, metrics_options, number_option
 from node.datasets.folder import DATASETS
 from node.keys.identity import load_key
-from node.protocol.run import HonestSpec, RunSpec
+from node.protocol.run import RunSpec
 from node.relay.advice import source_url
 from node.runtime.logs import name_process
 from node.runtime.signals import stop_on_signals
@@ -64,7 +64,7 @@ SWITCH_SECONDS = 0.0005
 
 
 def _warn_of_defaults(spec: RunSpec) -> None:
-    if spec.limits.honest == HonestSpec():
+    if not is_calibrated(spec):
         log.warning("limits.honest is not set: conservative defaults; run `swarmproof calibrate`")
 
 
@@ -187,6 +187,11 @@ def verifier(
     is_flag=True,
     help="The folder of model.initial is on the trainer's machine alone: begin without looking at it.",
 )
+@click.option(
+    "--uncalibrated",
+    is_flag=True,
+    help="Begin a run whose limits nobody has calibrated, to try things out: they cannot change later.",
+)
 @run_key_option
 @data_options
 @click.option(
@@ -209,6 +214,7 @@ def coordinator(
     run_file: Path,
     check: bool,
     model_elsewhere: bool,
+    uncalibrated: bool,
     key: Path,
     data: Path,
     database_url: str | None,
@@ -229,7 +235,8 @@ def coordinator(
     \b
     Example, a new run:
       swarmproof keys new run.key
-      swarmproof coordinator --run run.toml --key run.key --data run/ --port 8700
+      swarmproof calibrate --run run.toml
+      swarmproof coordinator --run run.calibrated.toml --key run.key --data run/
 
     Then start `swarmproof verifier` and `swarmproof trainer` on the same --data. For more than one machine, start
     each --role by itself, any number of each, with --database-url postgresql://...
@@ -237,7 +244,15 @@ def coordinator(
     if check:
         from coordinator.commands.preflight import preflight_checks, show_checks
 
-        found = preflight_checks(run_file, key, data, database_url=database_url, model_elsewhere=model_elsewhere)
+        found = preflight_checks(
+            run_file,
+            key,
+            data,
+            database_url=database_url,
+            blobs_url=blobs_url,
+            model_elsewhere=model_elsewhere,
+            uncalibrated=uncalibrated,
+        )
         ctx.exit(show_checks(found))
     from coordinator.app import create_app
     from coordinator.http.connections import ConnectionLimits, allow_connections, listening_socket, server_config
@@ -263,6 +278,7 @@ def coordinator(
         database_url=database_url,
         blobs_url=blobs_url,
         model_elsewhere=model_elsewhere,
+        uncalibrated=uncalibrated,
     )
     name_process(run=home.run_id, name=role)
     _warn_of_defaults(home.spec)
@@ -291,14 +307,16 @@ def coordinator(
         Server(server_config(app, limits), app.state.service.shutdown).serve_on(listening)
 
 
-def _open_or_create(data: Path, listening: socket.socket, *, model_elsewhere: bool, **run: Any) -> Home:
+def _open_or_create(
+    data: Path, listening: socket.socket, *, model_elsewhere: bool, uncalibrated: bool, **run: Any
+) -> Home:
     """Return the home of `run`, what `create_home` takes; closes the socket where it is refused."""
     from coordinator.integrity.start import check_start
     from coordinator.run.first_policy import startable
 
     with contextlib.ExitStack() as refused:
         refused.callback(listening.close)
-        looked_at = partial(startable, model_elsewhere=model_elsewhere)
+        looked_at = partial(startable, model_elsewhere=model_elsewhere, uncalibrated=uncalibrated)
         home = create_home(data, wait_seconds=HOME_WAIT_SECONDS, before_first=looked_at, **run)
         check_start(home)
         refused.pop_all()

@@ -2,6 +2,7 @@
 
 CoordinatorError
 ├── BadConfiguration     a setting, a key or a folder is not what this run needs
+│   ├── Uncalibrated     the run would begin for ever without levels of honest work
 │   └── UnfitModel       model.initial names no policy with which the run of this run.toml can begin
 ├── OtherRelease         the run is of another release, whose database or rules this one cannot read
 ├── HistoryLost          the log in the database does not continue the one that was published
@@ -41,6 +42,10 @@ class StateDiffers(CoordinatorError):
 
 class UnfitModel(BadConfiguration):
     code = "unfit_model"
+
+
+class Uncalibrated(BadConfiguration):
+    code = "uncalibrated"
 
 
 class StorageFault(CoordinatorError):

@@ -46,6 +46,7 @@ def serving(folder: Path, what: Stock) -> Iterator[StockedRun]:
     home = create_home(folder / "data", public_key=key.public_key().public_bytes_raw(), spec=spec)
     submissions = stock(home, what, key=key, now=time.time())
     home.database.close()
-    command = ["coordinator", "--no-peer", "--run", "run.toml", "--key", "run.key", "--data", "data", "--port", "0"]
+    run = ["--run", "run.toml", "--key", "run.key", "--uncalibrated"]
+    command = ["coordinator", "--no-peer", *run, "--data", "data", "--port", "0"]
     with running_command(folder, "coordinator", [*command, "--relay", "http://192.0.2.1:8710"]) as (output, process):
         yield StockedRun(f"http://127.0.0.1:{wait_for_port(output, process)}", submissions)

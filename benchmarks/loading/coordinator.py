@@ -85,7 +85,8 @@ def serving(folder: Path, *flags: str, apis: int = 1, database_url: str | None =
     (folder / "run.toml").write_text(RUN_TOML, encoding="utf-8")
     create_key(folder / "run.key")
     shared = ["--data", "data", *(["--database-url", database_url] if database_url else [])]
-    command = ["coordinator", "--no-peer", "--run", "run.toml", "--key", "run.key", "--port", "0", *shared, *flags]
+    run = ["--run", "run.toml", "--key", "run.key", "--uncalibrated"]
+    command = ["coordinator", "--no-peer", *run, "--port", "0", *shared, *flags]
     commands = [command] if apis == 1 else [[*command, "--role", "api"]] * apis
     with contextlib.ExitStack() as running:
         started = [running.enter_context(running_command(folder, f"api-{n}", each)) for n, each in enumerate(commands)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
+import msgspec
 
 from node.commands.options import (
     EXISTING_FILE,
@@ -80,6 +82,52 @@ def _address(text: str) -> str:
         raise click.BadParameter(f"{text!r} is no IP address") from error
 
 
+def _server_url(text: str) -> str:
+    """Return `text`, the URL of a server that is short enough for a descriptor; raises BadParameter."""
+    from node.client.http import checked_url
+    from node.errors import ConfigError
+    from node.protocol.run import Url
+
+    try:
+        return str(msgspec.convert(checked_url(text), Url))
+    except (ConfigError, msgspec.ValidationError) as error:
+        raise click.BadParameter(f"{error}.") from error
+
+
+def _multiaddr(text: str) -> str:
+    """Return `text`, the multiaddr of a peer; raises BadParameter."""
+    from node.protocol.peers import parse_address
+    from shardcast.errors import Malformed
+
+    try:
+        return str(parse_address(text))
+    except Malformed as error:
+        raise click.BadParameter(f"{error}.") from error
+
+
+def _host_and_port(text: str) -> str:
+    """Return `text`, HOST:PORT; raises BadParameter."""
+    from node.joining.options import host_and_port
+
+    host_and_port(text, hint="--peer-address")
+    return text
+
+
+def _installed_peer(wanted: bool | None) -> bool | None:
+    """Return `wanted`; raises UsageError for a peer that cannot be run here."""
+    from coordinator.run.peer_child import has_libp2p
+    from node.joining.session import NO_LIBP2P
+
+    if wanted and not has_libp2p():
+        raise click.UsageError(f"--peer needs {NO_LIBP2P}.")
+    return wanted
+
+
+def _each(check: Callable[[str], str]) -> Callable[[click.Context, click.Parameter, Sequence[str]], tuple[str, ...]]:
+    """Return the callback of a repeatable option: what cannot be served is refused before anything is made."""
+    return lambda _context, _parameter, given: tuple(map(check, given))
+
+
 def _public_key(text: str) -> str:
     if not is_digest(text):
         raise click.BadParameter(f"{text!r} is no node's id, which has 64 hexadecimal digits")
@@ -92,7 +140,7 @@ limit_options = all_of(
         "proxies",
         multiple=True,
         metavar="ADDRESS",
-        callback=lambda _context, _parameter, given: tuple(map(_address, given)),
+        callback=_each(_address),
         help="A reverse proxy whose X-Forwarded-For says who asks; nobody else's is believed. Repeatable.",
     ),
     _limit("--leases-per-address", 0, "Leases that all nodes of one address hold together; 0 for any number."),
@@ -109,10 +157,15 @@ contact_options = all_of(
         "endpoints",
         multiple=True,
         metavar="URL",
+        callback=_each(_server_url),
         help="Where nodes reach a coordinator; repeatable, the same for each one.  [default: --host:--port]",
     ),
     click.option(
-        "--peer/--no-peer", "with_peer", default=None, help="Run a peer beside it.  [default: if libp2p is here]"
+        "--peer/--no-peer",
+        "with_peer",
+        default=None,
+        callback=lambda _context, _parameter, wanted: _installed_peer(wanted),
+        help="Run a peer beside it.  [default: if libp2p is here]",
     ),
     number_option("--peer-port", "Where the peer listens, on --host.", most=65535, default=8701, metavar="PORT"),
     click.option(
@@ -126,6 +179,7 @@ contact_options = all_of(
         "peer_addresses",
         multiple=True,
         metavar="HOST:PORT",
+        callback=_each(_host_and_port),
         help="Where others reach the peer, if that is somewhere else; repeatable.",
     ),
     click.option(
@@ -133,6 +187,7 @@ contact_options = all_of(
         "introduced",
         multiple=True,
         metavar="MULTIADDR",
+        callback=_each(_multiaddr),
         help="Another peer of the run to name to those who join; repeatable.",
     ),
     click.option(
@@ -140,7 +195,7 @@ contact_options = all_of(
         "revoked",
         multiple=True,
         metavar="NODE",
-        callback=lambda _context, _parameter, given: tuple(map(_public_key, given)),
+        callback=_each(_public_key),
         help="A key with which no peer shall deal any more; repeatable.",
     ),
 )

@@ -9,11 +9,13 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from coordinator.errors import BadConfiguration, OtherRelease
-from coordinator.run.chat import as_begun
-from coordinator.run.definition import read_run_file
+from coordinator.errors import BadConfiguration, OtherRelease, Uncalibrated
+from coordinator.run.chat import changed_keys
+from coordinator.run.definition import UNCALIBRATED, is_calibrated, read_run_file
 from coordinator.run.home import Home, find_home
 from coordinator.storage.faults import DatabaseAway
+from coordinator.storage.open_blobs import open_blobs
+from node.commands.hints import HINTS
 from node.datasets.folder import DATASETS
 from node.doctor.chat import check_chat
 from node.doctor.machine import LEAST_DISK_BYTES, check_disk
@@ -26,10 +28,32 @@ from node.protocol.run import RunSpec
 
 
 def preflight_checks(
-    run_file: Path, key_file: Path, data: Path, *, database_url: str | None, model_elsewhere: bool
+    run_file: Path,
+    key_file: Path,
+    data: Path,
+    *,
+    database_url: str | None,
+    blobs_url: str | None,
+    model_elsewhere: bool,
+    uncalibrated: bool,
 ) -> list[Check]:
-    """Check run.toml, the run's key, its data folder and its first policy; an existing run keeps the one it has."""
-    return list(_examine(run_file, key_file, data, database_url=database_url, model_elsewhere=model_elsewhere))
+    """Check run.toml, the run's key, its data folder and what its first log entry fixes; an existing run keeps that."""
+    spec, key, found = _read_files(run_file, key_file, data)
+    try:
+        home = find_home(data, database_url)
+    except (BadConfiguration, DatabaseAway) as error:
+        advice = "Give --data and --database-url as the run has them, and start its database."
+        return [*found, problem("data", f"{error}.", advice=advice)]
+    except OtherRelease as error:
+        advice = "Go on with that release, or give another --data and a new key."
+        return [*found, problem("data", f"{error}.", advice=advice)]
+    if home is not None:
+        with closing(home.database):
+            return [*found, _check_existing(home, spec, key)]
+    found += [check_disk(data, need=LEAST_DISK_BYTES, what="a run"), *_check_blobs(blobs_url, data)]
+    if spec is not None:
+        found += _check_rules(spec, model_elsewhere=model_elsewhere, uncalibrated=uncalibrated)
+    return found
 
 
 def show_checks(checks: list[Check]) -> int:
@@ -38,47 +62,52 @@ def show_checks(checks: list[Check]) -> int:
     return 2 if any(check.level is Level.PROBLEM for check in checks) else 0
 
 
-def _examine(
-    run_file: Path, key_file: Path, data: Path, *, database_url: str | None, model_elsewhere: bool
-) -> Iterator[Check]:
-    spec = key = None
+def _read_files(
+    run_file: Path, key_file: Path, data: Path
+) -> tuple[RunSpec | None, Ed25519PrivateKey | None, list[Check]]:
+    """Return the rules and the run's key, None for what cannot be read, and what was found of both."""
+    spec, key, found = None, None, list[Check]()
     try:
         _, spec = read_run_file(run_file, datasets=data / DATASETS)
-        yield fine("run_file", f"{run_file} defines the run {spec.name!r}.")
+        found.append(fine("run_file", f"{run_file} defines the run {spec.name!r}."))
     except (BadConfiguration, NodeError) as error:
-        yield problem("run_file", f"{error}.", advice="Correct the file.")
+        found.append(problem("run_file", f"{error}.", advice="Correct the file."))
     try:
         key = load_key(key_file)
-        yield fine("key", f"{key_file} is a key that its owner alone can read.")
+        found.append(fine("key", f"{key_file} is a key that its owner alone can read."))
     except IdentityError as error:
-        yield problem("key", f"{error}.", advice="Name the run's key with --key; `swarmproof keys new` makes one.")
-    try:
-        home = find_home(data, database_url)
-    except (BadConfiguration, DatabaseAway) as error:
-        advice = "Give --data and --database-url as the run has them, and start its database."
-        yield problem("data", f"{error}.", advice=advice)
-        return
-    except OtherRelease as error:
-        yield problem("data", f"{error}.", advice="Go on with that release, or give another --data and a new key.")
-        return
-    if home is not None:
-        with closing(home.database):
-            yield _check_existing(home, spec, key)
-        return
-    yield check_disk(data, need=LEAST_DISK_BYTES, what="a run")
-    if spec is not None:
-        yield check_submission_size(spec)
-        if runs_code(spec.environments) and (check := check_sandbox(spec.environments)).level is not Level.OK:
-            # A coordinator alone runs no code.
-            yield warning(
-                "sandbox", check.sentence, advice="Mend it where this run is worked for, verified and audited."
-            )
-        if model_elsewhere:
-            said = "The folder of model.initial was not looked at (--model-elsewhere)."
-            yield warning("model", said, advice="Run this on the trainer's machine, without that option.")
+        advice = "Name the run's key with --key; `swarmproof keys new` makes one."
+        found.append(problem("key", f"{error}.", advice=advice))
+    return spec, key, found
+
+
+def _check_rules(spec: RunSpec, *, model_elsewhere: bool, uncalibrated: bool) -> Iterator[Check]:
+    """Check the rules of a run that is to begin, which then cannot change."""
+    if not is_calibrated(spec):
+        if uncalibrated:
+            yield warning("limits", f"{UNCALIBRATED}.", advice="Calibrate before strangers join.")
         else:
-            yield from check_first_policy(spec)
-        yield from check_chat(spec)
+            yield problem("limits", f"{UNCALIBRATED}.", advice=HINTS[Uncalibrated.code])
+    yield check_submission_size(spec)
+    if runs_code(spec.environments) and (check := check_sandbox(spec.environments)).level is not Level.OK:
+        # A coordinator alone runs no code.
+        yield warning("sandbox", check.sentence, advice="Mend it where this run is worked for, verified and audited.")
+    if model_elsewhere:
+        said = "The folder of model.initial was not looked at (--model-elsewhere)."
+        yield warning("model", said, advice="Run this on the trainer's machine, without that option.")
+    else:
+        yield from check_first_policy(spec)
+    yield from check_chat(spec)
+
+
+def _check_blobs(url: str | None, data: Path) -> Iterator[Check]:
+    """Check that the store that --blobs names can be opened here; nothing is asked of it."""
+    if url is None:
+        return
+    try:
+        open_blobs(url, data)
+    except BadConfiguration as error:
+        yield problem("blobs", f"{error}.", advice="Where blobs lie is fixed by the first start.")
 
 
 def _check_existing(home: Home, spec: RunSpec | None, key: Ed25519PrivateKey | None) -> Check:
@@ -87,7 +116,7 @@ def _check_existing(home: Home, spec: RunSpec | None, key: Ed25519PrivateKey | N
         return problem(
             "data", f"{home.folder} holds the run of another key.", advice="Give another --data, or that key."
         )
-    if spec is not None and as_begun(spec, home.spec) != home.spec:
-        said = f"{home.folder} holds a run that was started with another run.toml."
+    if spec is not None and (changed := changed_keys(spec, home.spec)):
+        said = f"{home.folder} holds a run that was started with another run.toml: {'; '.join(changed)}."
         return problem("data", said, advice="Give the old file, or another --data and a new key for a new run.")
     return fine("data", f"{home.folder} holds this run, whose rules and first policy are fixed.")

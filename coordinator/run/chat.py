@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -17,6 +20,9 @@ from node.protocol.environment_spec import ToolSpec
 from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
+
+_MOST_SHOWN: Final = 60
+"""Characters of a value that a changed key is shown with: a chat format has thousands."""
 
 
 def resolve_chat(spec: RunSpec) -> RunSpec:
@@ -52,6 +58,29 @@ def as_begun(spec: RunSpec, begun: RunSpec) -> RunSpec:
     return (
         with_chat_format(spec, kept) if isinstance(spec.sampling.chat, str) and isinstance(kept, ChatFormat) else spec
     )
+
+
+def changed_keys(spec: RunSpec, begun: RunSpec) -> list[str]:
+    """Return a clause for each key in which a run.toml differs from the run that has `begun`: both values."""
+    return list(_changes("", msgspec.to_builtins(as_begun(spec, begun)), msgspec.to_builtins(begun)))
+
+
+def _changes(key: str, given: Any, kept: Any) -> Iterator[str]:
+    if given == kept:
+        return
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for name in sorted(given.keys() | kept.keys()):
+            yield from _changes(f"{key}.{name}" if key else name, given.get(name), kept.get(name))
+    elif isinstance(given, list | tuple) and isinstance(kept, list | tuple) and len(given) == len(kept):
+        for number, (one, other) in enumerate(zip(given, kept, strict=True), start=1):
+            yield from _changes(f"{key}[{number}]", one, other)
+    else:
+        yield f"{key} is {_shown(given)} here and {_shown(kept)} in the run"
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else json.dumps(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def with_chat_format(spec: RunSpec, chat: ChatFormat) -> RunSpec:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.errors import BadConfiguration
@@ -10,10 +12,19 @@ from node.environments import lacks_answers, load_environment
 from node.environments.isolated.store import EnvironmentStore
 from node.errors import DatasetFault
 from node.protocol.chat import ChatFormat
-from node.protocol.environment_spec import DATASET, PackageSpec
-from node.protocol.run import RunSpec, parse_run_toml
+from node.protocol.environment_spec import DATASET, EnvironmentSpec, PackageSpec
+from node.protocol.run import HonestSpec, RunSpec, parse_run_toml
 from shardcast.errors import Malformed
 from shardcast.files import write_atomically
+
+UNCALIBRATED = (
+    "run.toml has no levels of honest work (limits.honest), and a run's limits cannot change once it has begun"
+)
+
+
+def is_calibrated(spec: RunSpec) -> bool:
+    """Return whether the rules have levels of honest work, as `swarmproof calibrate` finds them."""
+    return spec.limits.honest != HonestSpec()
 
 
 def keep_locks(spec: RunSpec, folder: Path) -> None:
@@ -27,6 +38,11 @@ def keep_locks(spec: RunSpec, folder: Path) -> None:
             if not file.exists():
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(file, EnvironmentStore.default().find(environment.package).lock.encode())
+
+
+def render_environments(environments: Sequence[EnvironmentSpec]) -> str:
+    """Render the table of each environment, of which only the name is given."""
+    return "\n\n".join(f"[[environments]]\nname = {json.dumps(each.name)}" for each in environments)
 
 
 def read_run_file(path: Path, *, datasets: Path | None = None) -> tuple[str, RunSpec]:

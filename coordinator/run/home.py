@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.errors import BadConfiguration, OtherRelease
-from coordinator.run.chat import as_begun
+from coordinator.run.chat import as_begun, changed_keys
 from coordinator.run.history import KeptHistory
 from coordinator.storage import locks, log
 from coordinator.storage.blobs import BlobStore
@@ -120,8 +120,9 @@ def _initialise(
             raise BadConfiguration(f"{folder} holds the run of another key; give another --data, or that key")
         elif known[SPEC].encode() != text:
             raise BadConfiguration(
-                f"run.toml differs from the one that the run in {folder} was started with; give the old file, or "
-                "another --data and a new key for a new run"
+                f"run.toml differs from the one that the run in {folder} was started with: "
+                f"{'; '.join(changed_keys(spec, _recorded(known, folder)))}. Give the old file, or another --data and "
+                "a new key for a new run"
             )
     return blobs
 

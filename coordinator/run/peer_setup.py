@@ -17,7 +17,6 @@ from coordinator.run.peer_child import PEER_FOLDER, PeerChild, PeerPlan, bracket
 from node.client.http import checked_url
 from node.discovery.addresses import reachable_hosts
 from node.joining.options import host_and_port
-from node.joining.session import NO_LIBP2P
 from node.protocol.peers import Address, parse_address
 from node.protocol.run import Descriptor
 from shardcast.errors import Malformed
@@ -52,8 +51,6 @@ def open_to_peers(
     peers = tuple(map(_peer_address, introduced))
     child: AbstractContextManager[object] = contextlib.nullcontext()
     if with_peer if with_peer is not None else has_libp2p():
-        if not has_libp2p():
-            raise click.UsageError(f"--peer needs {NO_LIBP2P}.")
         reached = tuple(host_and_port(each, hint="--peer-address") for each in peer_addresses)
         plan = PeerPlan(state=peer_state or data / PEER_FOLDER, host=_numeric(host), port=peer_port, reached=reached)
         # A wildcard address is reached on loopback.

@@ -132,6 +132,8 @@ HINTS: Final[dict[str, str]] = {
     # coordinator.errors
     "coordinator_error": _LOGS,
     "bad_configuration": "Each role's settings are in docs/operating.md, and in its --help.",
+    "uncalibrated": "`swarmproof calibrate --run run.toml` writes run.calibrated.toml: start with that. To try things "
+    "out, --uncalibrated takes the file as it is.",
     "unfit_model": "`swarmproof coordinator --check --run run.toml --key run.key --data RUN` looks again, "
     "and starts nothing.",
     "sft:unfit_model": "docs/models.md says which folders can become a policy; the message names the file to mend.",

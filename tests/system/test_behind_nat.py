@@ -88,7 +88,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         at = ("--host", OPERATOR, "--port")
         origin = f"http://{OPERATOR}:{ORIGIN}"
         run = ("--run", str(tmp_path / "run.toml"))
-        net.start("coordinator", "operator", "coordinator", *run, *key, *data, *at, str(COORDINATOR))
+        net.start("coordinator", "operator", "coordinator", "--uncalibrated", *run, *key, *data, *at, str(COORDINATOR))
         net.start("trainer", "operator", "trainer", *data, *key, "--state", str(tmp_path / "trainer"), *at, str(ORIGIN))
         verifier = ("--state", str(tmp_path / "verifier"), "--name", "one", "--source", origin)
         net.start("verifier", "operator", "verifier", *data, *verifier)

@@ -42,7 +42,8 @@ def test_a_coordinator_that_is_stopped_breaks_nobody_off(tmp_path: Path, number:
     (tmp_path / "run.toml").write_text(RUN_TOML)
     swarmproof = [sys.executable, "-m", "node.cli"]
     subprocess.run([*swarmproof, "keys", "new", "run.key"], cwd=tmp_path, check=True, capture_output=True)
-    command = [*swarmproof, "coordinator", "--run", "run.toml", "--key", "run.key", "--data", "run", "--port", "0"]
+    run = ["--run", "run.toml", "--key", "run.key", "--uncalibrated"]
+    command = [*swarmproof, "coordinator", *run, "--data", "run", "--port", "0"]
     output = tmp_path / "output"
     with output.open("wb") as file:
         process = subprocess.Popen([*command, "--no-peer"], cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)

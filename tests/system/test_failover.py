@@ -230,6 +230,7 @@ def start(folder: Path, relay: str, ports: tuple[int, int], name: str) -> tuple[
         "-m",
         "node.cli",
         "coordinator",
+        "--uncalibrated",
         "--run",
         "run.toml",
         "--key",

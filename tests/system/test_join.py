@@ -142,7 +142,7 @@ class Scene:
 
     def coordinator(self, *arguments: str, name: str = "coordinator", port: int = 0) -> Started:
         options = ("--run", "run.toml", "--key", "run.key", "--data", "data", "--port", str(port))
-        return self.start(name, "-m", "node.cli", "coordinator", *options, *arguments)
+        return self.start(name, "-m", "node.cli", "coordinator", "--uncalibrated", *options, *arguments)
 
     def peer(self, coordinator: str, name: str = "peer", *, port: int = 0) -> tuple[Started, str]:
         """A peer that only introduces others, and the string that it prints."""

@@ -35,7 +35,7 @@ def test_a_coordinator_begins_no_run_with_a_family_that_would_train_wrongly(tmp_
     edit_json(folder / "config.json", {"model_type": "cohere", "logit_scale": 0.0625})
     create_key(tmp_path / "run.key")
     options = ("--run", run_toml(folder), "--key", tmp_path / "run.key", "--data", tmp_path / "run", "--port", 0)
-    done = swarmproof("coordinator", *options, "--no-peer")
+    done = swarmproof("coordinator", *options, "--no-peer", "--uncalibrated")
     assert done.returncode == 1
     assert "the model_type 'cohere', and these are supported: " in done.stderr
     assert "hint: `swarmproof coordinator --check --run run.toml " in done.stderr

@@ -224,7 +224,7 @@ def _operator_commands(folder: Path, *, coordinator: int, origin: int, peer: int
     return [
         _cli(
             "coordinator",
-            *("coordinator", *run, *key, *data, "--host", HOST, "--port", str(coordinator)),
+            *("coordinator", "--uncalibrated", *run, *key, *data, "--host", HOST, "--port", str(coordinator)),
             *_peer_options(folder, peer),
             wave=0,
         ),

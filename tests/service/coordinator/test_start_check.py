@@ -55,7 +55,16 @@ def actors(tmp_path: Path) -> Iterator[SigningActors]:
 def start(role: str, folder: Path) -> Result:
     """Start one of the operator's commands; it must end by itself."""
     given = {
-        "coordinator": ["--run", folder / "run.toml", "--key", folder / "run.key", "--port", 0, "--no-peer"],
+        "coordinator": [
+            "--run",
+            folder / "run.toml",
+            "--key",
+            folder / "run.key",
+            "--port",
+            0,
+            "--no-peer",
+            "--uncalibrated",
+        ],
         "verifier": ["--state", folder / "verifier", "--source", "http://127.0.0.1:9"],
         "trainer": ["--key", folder / "run.key", "--state", folder / "trainer", "--port", 0],
     }[role]

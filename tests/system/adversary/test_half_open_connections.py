@@ -42,7 +42,8 @@ def test_half_open_connections_do_not_silence_the_status(
     """They have 10 s for a request, and are replaced faster. Without a descriptor left, leases did not even end."""
     (tmp_path / "run.toml").write_text(RUN_TOML, encoding="utf-8")
     create_key(tmp_path / "run.key")
-    command = ("coordinator", "--no-peer", "--run", "run.toml", "--key", "run.key", "--port", "0", "--data", "data")
+    run = ("--run", "run.toml", "--key", "run.key", "--uncalibrated")
+    command = ("coordinator", "--no-peer", *run, "--port", "0", "--data", "data")
     with running_command(tmp_path, "api", [*command, *flags]) as (output, process), contextlib.ExitStack() as stack:
         if files is not None:
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))

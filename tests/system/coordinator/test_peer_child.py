@@ -220,8 +220,6 @@ def test_without_libp2p_a_url_and_the_runs_id_are(tmp_path: Path, libp2p: Callab
     said = opened(tmp_path, endpoints=("http://192.0.2.1:80/",))
     assert join_options(said) == f"--coordinator http://192.0.2.1:80 --run-id {RUN}"
     assert said.contacts == opening.Contacts(endpoints=("http://192.0.2.1:80",))
-    with pytest.raises(click.UsageError, match="--peer needs libp2p, which is not installed: pip install"):
-        opened(tmp_path, with_peer=True)
 
 
 def test_other_peers_are_introduced_too(tmp_path: Path, libp2p: Callable[[bool], None]) -> None:

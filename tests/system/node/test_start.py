@@ -101,6 +101,7 @@ def test_a_coordinator_and_a_relay_load_no_model_library(tmp_path: Path) -> None
     (tmp_path / "run.toml").write_text(small_run_toml("start", steps=1, groups_per_step=1))
     create_key(tmp_path / "run.key")
     run = ("--run", str(tmp_path / "run.toml"), "--key", str(tmp_path / "run.key"), "--data", str(tmp_path / "data"))
+    run += ("--uncalibrated",)
     with started(tmp_path / "coordinator.log", "coordinator", *run, "--port", "0") as (coordinator, said):
         words = until(lambda: "swarmproof worker" in said() and said().split(), what=said)
         where = ("--coordinator", words[words.index("at") + 1].rstrip(";"), "--run-id", words[words.index("id") + 1])

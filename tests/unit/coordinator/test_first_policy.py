@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator.errors import UnfitModel
+from coordinator.errors import Uncalibrated, UnfitModel
 from coordinator.run.first_policy import require_fit, startable
 from coordinator.training.initial import initial_policy
 from node.cli import main
@@ -58,8 +58,8 @@ def test_adapters_of_layers_that_the_family_lacks_are_refused_before_the_rules_a
     spec = changed("training", lora=LoraSpec(rank=8, alpha=16.0, targets=("q_proj", "up_proj")))
     fixed = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, initial=initial))
     with pytest.raises(UnfitModel, match=r"finch policy does not have: q_proj, up_proj\. Leave \[training\.lora\] out"):
-        startable(fixed, model_elsewhere=False)
-    startable(spec, model_elsewhere=False)
+        startable(fixed, model_elsewhere=False, uncalibrated=True)
+    startable(spec, model_elsewhere=False, uncalibrated=True)
 
 
 def test_a_run_whose_marks_full_width_text_can_forge_is_refused() -> None:
@@ -85,7 +85,7 @@ def test_the_longest_sequence_that_the_positions_allow_is_allowed() -> None:
 
 def test_a_tiny_policy_of_512_positions_begins_no_run_of_4496_tokens() -> None:
     spec = changed("sampling", max_prompt_tokens=400, max_new_tokens=4096)
-    for begin in (lambda: startable(spec, model_elsewhere=False), lambda: initial_policy(spec)):
+    for begin in (lambda: startable(spec, model_elsewhere=False, uncalibrated=True), lambda: initial_policy(spec)):
         with pytest.raises(UnfitModel, match=r"4496 tokens .* positions for 512"):
             begin()
 
@@ -174,9 +174,9 @@ def largest_group(spec: RunSpec) -> list[Rollout]:
 
 def test_a_run_whose_full_groups_are_larger_than_a_submission_is_refused() -> None:
     need = full_group_bytes(SPEC)
-    startable(changed("limits", max_submission_bytes=need), model_elsewhere=False)
+    startable(changed("limits", max_submission_bytes=need), model_elsewhere=False, uncalibrated=True)
     with pytest.raises(UnfitModel, match=f"up to {need} bytes.*Raise it to {need}"):
-        startable(changed("limits", max_submission_bytes=need - 1), model_elsewhere=True)
+        startable(changed("limits", max_submission_bytes=need - 1), model_elsewhere=True, uncalibrated=True)
 
 
 # -- swarmproof coordinator --check
@@ -186,14 +186,16 @@ def check(folder: Path, text: str, *arguments: str) -> Result:
     (folder / "run.toml").write_text(f'name = "checked"\n\n[[environments]]\nname = "arithmetic"\n\n{text}')
     if not (folder / "run.key").exists():
         create_key(folder / "run.key")
-    command = ["coordinator", "--check", "--run", folder / "run.toml", "--key", folder / "run.key"]
-    return CliRunner(env={"COLUMNS": "500"}).invoke(
-        main, [*map(str, command), "--data", str(folder / "run"), *arguments]
-    )
+    return coordinator(folder, "--check", *arguments)
+
+
+def coordinator(folder: Path, *arguments: str) -> Result:
+    files = ("--run", folder / "run.toml", "--key", folder / "run.key", "--data", folder / "run")
+    return CliRunner(env={"COLUMNS": "500"}).invoke(main, ["coordinator", *map(str, files), *arguments])
 
 
 def test_a_check_says_what_it_found_and_creates_nothing(tmp_path: Path) -> None:
-    done = check(tmp_path, "")
+    done = check(tmp_path, "", "--uncalibrated")
     assert done.exit_code == 0, done.output
     assert "'checked'" in done.output
     assert "Sequences have up to 176 tokens" in done.output
@@ -213,6 +215,24 @@ def test_a_check_ends_with_2_and_names_the_fault(case: str, tmp_path: Path) -> N
     done = check(tmp_path, text)
     assert (done.exit_code, said in done.output) == (2, True), done.output
     assert not (tmp_path / "run").exists()
+
+
+def test_rules_without_levels_begin_no_run_unasked(tmp_path: Path) -> None:
+    """Limits cannot change later: whoever forgot to calibrate would have to begin anew, with other participants."""
+    with pytest.raises(Uncalibrated, match="no levels of honest work"):
+        startable(SPEC, model_elsewhere=False, uncalibrated=False)
+    level = "[limits.honest.margin]\nmean = 0\nvariance = 1\nlargest = 1\n"
+    assert check(tmp_path, level).exit_code == 0
+    done = check(tmp_path, "")
+    assert (done.exit_code, "cannot change once it has begun" in done.output) == (2, True), done.output
+
+
+def test_an_address_that_nobody_could_call_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for option, value in (("--endpoint", "foo"), ("--introduce", "foo"), ("--peer-address", "foo")):
+        check(tmp_path, "")
+        done = coordinator(tmp_path, option, value)
+        assert (done.exit_code, option in done.stderr) == (2, True), done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"run.toml", "run.key"}
 
 
 def test_a_key_that_others_can_read_or_that_is_missing_is_a_problem(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def test_the_proposed_run_toml_is_one_that_a_coordinator_begins_with(tmp_path: P
     assert (spec.model.initial, spec.model.dtype, spec.sampling.most_tokens) == (str(folder), "bfloat16", 512)
     create_key(tmp_path / "run.key")
     options = ["--run", str(written), "--key", str(tmp_path / "run.key"), "--data", str(tmp_path / "run")]
-    checked = CliRunner().invoke(main, ["coordinator", "--check", *options])
+    checked = CliRunner().invoke(main, ["coordinator", "--check", "--uncalibrated", *options])
     assert checked.exit_code == 0, checked.output
     again = plan("--model", str(folder), "--gpus", "2x24GB", "--write", str(written))
     assert again.exit_code == 2

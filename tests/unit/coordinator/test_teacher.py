@@ -209,10 +209,10 @@ def test_a_run_begins_with_no_teacher_that_its_trainer_would_refuse(tmp_path: Pa
     spec = taught(folder=folder)
     spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, initial=str(policy)))
     if case is None:
-        first_policy.startable(spec, model_elsewhere=False)
+        first_policy.startable(spec, model_elsewhere=False, uncalibrated=True)
         return
     with pytest.raises(UnfitModel, match=UNFIT[case][1]):
-        first_policy.startable(spec, model_elsewhere=False)
+        first_policy.startable(spec, model_elsewhere=False, uncalibrated=True)
 
 
 def test_what_a_teacher_takes_is_in_the_warning_and_in_the_plan(tmp_path: Path) -> None:
