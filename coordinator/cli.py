@@ -23,6 +23,7 @@ from coordinator.commands.dataset import dataset
 from coordinator.commands.evaluate import evaluate
 from coordinator.commands.export import export
 from coordinator.commands.importing import importing
+from coordinator.commands.init import init
 from coordinator.commands.join_string import LOOPBACK, join_string
 from coordinator.commands.options import (
     HOME_WAIT_SECONDS,
@@ -234,7 +235,7 @@ def coordinator(
 
     \b
     Example, a new run:
-      swarmproof keys new run.key
+      swarmproof init
       swarmproof calibrate --run run.toml
       swarmproof coordinator --run run.calibrated.toml --key run.key --data run/
 
@@ -324,6 +325,6 @@ def _open_or_create(
     return home
 
 
-COMMANDS = [coordinator, leader, verifier, trainer, calibrate, stakes, join_string]
+COMMANDS = [init, coordinator, leader, verifier, trainer, calibrate, stakes, join_string]
 COMMANDS += [dataset, plan, sft, evaluate, problems, export, importing, backup, restore, check]
 """What the entry point `swarmproof.commands` offers to the command line."""

@@ -9,6 +9,7 @@ import msgspec
 
 from coordinator.planning.plan import RunPlan
 from coordinator.planning.shape import ModelShape
+from coordinator.run.definition import render_environments
 from node.protocol.run import EnvironmentSpec, ModelSpec, RunSpec, SamplingSpec, parse_run_toml
 
 CONTEXT: Final = 4096
@@ -68,8 +69,7 @@ def render_run_toml(plan: RunPlan) -> str:
         "# before strangers join: `swarmproof calibrate --help`.",
         f"name = {json.dumps(plan.spec.name)}",
         "",
-        "[[environments]]",
-        *(f"name = {json.dumps(each.name)}" for each in plan.spec.environments),
+        render_environments(plan.spec.environments),
     ]
     table = ""
     for section, key, value, why in proposed_values(plan):
