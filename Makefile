@@ -26,7 +26,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,p2p,postgresql,s3,train,wandb]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,operator,p2p,postgresql,s3,wandb]"
 	touch $@
 
 # vLLM without a GPU (x86-64). Its metadata also asks for packages that break it, so it comes without its dependencies.

@@ -17,6 +17,7 @@ from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
 from node.commands.engine_options import ENGINES, check_engine, compute_options, import_models, refuse_vllm_options
 from node.commands.options import EXISTING_FILE, FILE, FOLDER, json_option, key_option, number_option
+from node.runtime.extras import install_hint
 
 if TYPE_CHECKING:  # imports torch, too slow for --help
     from coordinator.calibration.procedure import CalibrationSettings
@@ -242,7 +243,7 @@ def _require(*packages: str) -> None:
     if missing:
         raise BadConfiguration(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed here: "
-            'pip install -e ".[calibrate]"'
+            f"{install_hint('operator')}"
         )
 
 

@@ -9,6 +9,7 @@ import click
 
 from node.commands.engine_options import import_models
 from node.commands.options import EXISTING_FOLDER, state_option
+from node.runtime.extras import install_hint
 
 _LATEST = "latest"
 
@@ -117,7 +118,7 @@ def rollouts(*, data: Path, to: Path, database_url: str | None, rejected: bool) 
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "pyarrow":
             raise
-        raise BadConfiguration("`export rollouts` needs pyarrow: pip install -e '.[export]'") from error
+        raise BadConfiguration(f"`export rollouts` needs pyarrow: {install_hint('export')}") from error
 
     home = open_home(data, database_url=database_url)
     with closing(home.database):

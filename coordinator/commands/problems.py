@@ -17,6 +17,7 @@ from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
 from node.commands.engine_options import check_engine, engine_maker, engine_options, import_models, refuse_vllm_options
 from node.commands.options import FILE, json_option, number_option
+from node.runtime.extras import install_hint
 from shardcast.files import write_atomically
 
 if TYPE_CHECKING:  # imports torch, too slow for --help
@@ -84,7 +85,7 @@ def problems(
     --count or other bounds measure only what is new.
     """
     if find_spec("tomlkit") is None:
-        raise BadConfiguration('tomlkit is not installed here: pip install -e ".[calibrate]"')
+        raise BadConfiguration(f"tomlkit is not installed here: {install_hint('operator')}")
     refuse_vllm_options(engine)
     check_engine(engine, compute["device"])
     import_models()

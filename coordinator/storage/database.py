@@ -25,6 +25,7 @@ from coordinator.storage.faults import DatabaseAway
 from coordinator.storage.leadership import FileLeadership, Leadership, SessionLeadership
 from coordinator.storage.prepared import Prepared
 from coordinator.storage.timings import TransactionTimer
+from node.runtime.extras import install_hint
 
 __all__ = ["Connection", "Database", "migrations", "sqlite_path", "sqlite_url", "upgrade", "without_password"]
 
@@ -71,8 +72,8 @@ class Database:
                 self._open_postgresql(parsed)
         except (ArgumentError, ImportError) as error:
             raise BadConfiguration(
-                "--database-url is no SQLAlchemy URL whose driver is installed; for postgresql+psycopg:// "
-                "pip install '.[postgresql]'"
+                "--database-url is no SQLAlchemy URL whose driver is installed; for postgresql+psycopg://: "
+                f"{install_hint('postgresql')}"
             ) from error
 
     def _open_sqlite(self, url: URL) -> None:

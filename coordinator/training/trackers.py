@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from coordinator.errors import BadConfiguration
+from node.runtime.extras import install_hint
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def tracker_settings(
         return TrackerSettings(wandb=wandb)
     if tensorboard is None and find_spec("tensorboardX") is None:
         log.warning(
-            "TensorBoard is off, its writer is not installed: pip install 'swarmproof[train]', or pass --no-tensorboard"
+            "TensorBoard is off, its writer is not installed: %s, or pass --no-tensorboard", install_hint("operator")
         )
         return TrackerSettings(wandb=wandb)
     return TrackerSettings(tensorboard=tensorboard or state / "tensorboard", wandb=wandb)
@@ -223,4 +224,4 @@ def _tag(name: str) -> str:
 
 def _require(package: str, option: str, *, extra: str) -> None:
     if find_spec(package) is None:
-        raise BadConfiguration(f"{option} needs {package}: pip install 'swarmproof[{extra}]'")
+        raise BadConfiguration(f"{option} needs {package}: {install_hint(extra)}")

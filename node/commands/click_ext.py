@@ -21,6 +21,7 @@ from node.commands.config import name_variables
 from node.commands.hints import REPORT, hint_for
 from node.protocol.reasons import Refusal
 from node.runtime import logs
+from node.runtime.extras import install_hint
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +165,12 @@ def _reworded() -> Iterator[None]:
         raise WrongCommandLine(error.format_message(), error.ctx) from error
 
 
+def _is_uninstalled(error: Exception) -> bool:
+    """Return whether a package of somebody else's is missing, which an extra would bring."""
+    ours = ("coordinator", "node", "shardcast", "toploc")
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in ours
+
+
 class Commands(click.Group):
     """The built-in commands and those of other packages, by entry point."""
 
@@ -192,8 +199,12 @@ class Commands(click.Group):
         except click.UsageError as error:
             if not self._unloadable:
                 raise
-            why = "; ".join(f"those of {name!r} do not load: {reason}" for name, reason in self._unloadable.items())
-            raise click.UsageError(f"{error.format_message()} Some commands are missing ({why}).", ctx) from error
+            if all(map(_is_uninstalled, self._unloadable.values())):
+                said = f"Those of operators are not installed here: {install_hint('operator')}"
+            else:
+                why = "; ".join(f"those of {name!r} do not load: {reason}" for name, reason in self._unloadable.items())
+                said = f"Some commands are missing ({why})."
+            raise click.UsageError(f"{error.format_message()} {said}", ctx) from error
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

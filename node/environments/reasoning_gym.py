@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from node.environments.base import EnvironmentFault, Problem, answer_in, draws
+from node.runtime.extras import install_hint
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def _import_package(wanted: object) -> ModuleType:
         package = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise EnvironmentFault(
-            "this run needs the reasoning-gym package: pip install 'swarmproof[reasoning-gym]'", code="package_missing"
+            f"this run needs the reasoning-gym package: {install_hint('reasoning-gym')}", code="package_missing"
         ) from error
     installed = version("reasoning_gym")
     if wanted is not None and wanted != installed:

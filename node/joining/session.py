@@ -26,6 +26,7 @@ from node.discovery.descriptor import DescriptorStore, OfferResult, VerifiedDesc
 from node.errors import ConfigError, CoordinatorFault, StateError, Unavailable
 from node.protocol.peers import Address
 from node.protocol.run import Descriptor
+from node.runtime.extras import install_hint
 from node.runtime.signals import Stopped, race
 from shardcast.errors import PeerFault
 
@@ -42,8 +43,7 @@ SAY_SECONDS: Final = 10.0
 """Waiting time after which the reason is logged; doubled each time."""
 
 NO_LIBP2P: Final = (
-    "libp2p, which is not installed: pip install 'swarmproof[p2p]' (on Debian first: apt install gcc libgmp-dev "
-    "python3-dev)"
+    f"libp2p, which is not installed: {install_hint('p2p')} (on Debian first: apt install gcc libgmp-dev python3-dev)"
 )
 INSTALL: Final = f"Joining by peers needs {NO_LIBP2P}, or give --coordinator URL with --run-id ID."
 

@@ -14,6 +14,7 @@ from coordinator import cli
 from coordinator.commands import calibrate as command
 from coordinator.errors import BadConfiguration
 from node.protocol.run import HonestSpec, RunSpec, parse_run_toml
+from node.runtime.extras import install_hint
 
 RUN = """\
 # Kept.
@@ -184,7 +185,7 @@ def test_a_missing_package_is_one_sentence_that_names_the_extra(tmp_path, monkey
     (tmp_path / "run.toml").write_text("")
     asked = ["--run", str(tmp_path / "run.toml"), "--report", str(tmp_path)]
     result = CliRunner().invoke(command.calibrate, asked)
-    assert str(result.exception) == ('tomlkit and matplotlib are not installed here: pip install -e ".[calibrate]"')
+    assert str(result.exception) == f"tomlkit and matplotlib are not installed here: {install_hint('operator')}"
 
 
 def test_a_file_that_takes_no_limits_is_refused_before_anything_is_drawn(tmp_path):

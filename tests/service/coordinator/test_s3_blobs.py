@@ -230,7 +230,7 @@ def test_missing_credentials_are_found_before_a_run_begins(store: Store, monkeyp
 
 def test_a_missing_extra_ends_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.storage.open_blobs.find_spec", lambda _name: None)
-    with pytest.raises(BadConfiguration, match=r"pip install 'swarmproof\[s3\]'"):
+    with pytest.raises(BadConfiguration, match=r"pip install -e '.*\[s3\]'"):
         open_blobs("s3://bucket/run", None)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from locations import ROOT
 from msgspec import structs
 from ports import free_port
 from prepared_replies import DESCRIPTOR, OTHER_KEY, RUN_ID, RUN_KEY, answers, sealed_descriptor, served
@@ -309,7 +310,7 @@ def test_without_libp2p_joining_by_peers_is_one_sentence(tmp_path: Path, command
     assert done.returncode == 1
     assert [line.partition(":")[0] for line in said] == ["Error", "hint"], done.stderr
     assert said[0].startswith("Error: Joining by peers needs libp2p")
-    assert "pip install 'swarmproof[p2p]'" in said[0]
+    assert f"pip install -e '{ROOT}[p2p]'" in said[0]
     assert "--coordinator URL" in said[0]
 
 
