@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Final
 
-from coordinator.http.rate_limits import TooManyRequests, network_of
+from coordinator.http.rate_limits import TooManyRequests
 from coordinator.http.shutdown import Shutdown
 from coordinator.storage.faults import advice, is_away
+from shardcast.rate_limit import network_of
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.errors import BadConfiguration
 from coordinator.http.errors import error_body
-from coordinator.http.rate_limits import canonical_address, network_of
 from node.protocol.reasons import Reason, Refusal
+from shardcast.rate_limit import canonical_address, network_of
 
 SEND_BUFFER_BYTES = 256 * 1024
 """Kernel send buffer of a connection: bytes sent before a slow reader is noticed."""

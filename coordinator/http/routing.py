@@ -13,12 +13,12 @@ from fastapi.params import Depends as Dependency
 from fastapi.types import DecoratedCallable
 
 from coordinator.http.middleware import address_of
-from coordinator.http.rate_limits import network_of
 from coordinator.http.service import Service
 from coordinator.http.signed_requests import check_body, open_request, read_body, read_envelope, read_message
 from coordinator.storage.database import Connection
 from node.protocol.endpoints import Endpoint
 from node.protocol.messages import RequestClaim
+from shardcast.rate_limit import network_of
 from shardcast.wire import Wire, digest, encode
 
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from coordinator.http.middleware import address_of
-from coordinator.http.rate_limits import network_of
 from coordinator.http.routing import ServiceDep, respond_bytes, route
 from node.protocol import endpoints
+from shardcast.rate_limit import network_of
 from shardcast.wire import MAX_INTEGER
 
 router = APIRouter()

@@ -18,11 +18,12 @@ from swarm import INSTANCE, REGISTRATION, Peer
 
 from benchmarks.loading.coordinator import Served, serving
 from coordinator.http.connections import ConnectionLimits, ConnectionQuota, server_config
-from coordinator.http.rate_limits import MAX_BUCKETS, AddressLimiter, RateLimiter, TooManyRequests, network_of
+from coordinator.http.rate_limits import AddressLimiter, RateLimiter, TooManyRequests
 from node.client.api import CoordinatorClient
 from node.protocol.messages import LeaseRequest
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
+from shardcast.rate_limit import MAX_BUCKETS, network_of
 from shardcast.wire import encode
 
 PER_ADDRESS, PER_NODE = 60, 20
