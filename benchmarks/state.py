@@ -38,18 +38,10 @@ from coordinator.storage.schema import (
     verdict_tallies,
 )
 from node.protocol.admission import Figures, Outcome
+from node.protocol.checkpoints import seal_checkpoint
 from node.protocol.evidence import Totals
-from node.protocol.messages import (
-    CHECKPOINT_DOMAIN,
-    MESSAGE_VERSION,
-    BatchEntry,
-    LogEntry,
-    PolicyEntry,
-    RunEntry,
-    VerdictEntry,
-)
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RunEntry, VerdictEntry
 from node.protocol.run import EnvironmentSpec, RunSpec
-from shardcast.envelope import seal
 from shardcast.manifest import DEFAULT_LIMITS, Manifest, Payload, seal_manifest
 from shardcast.wire import digest, encode
 
@@ -151,10 +143,9 @@ class _Maker:
             for name, table in {**TABLES, log_entries.name: log_entries}.items():
                 connection.execute(insert(table), self._rows[name])
             log.add_nodes(connection, self._nodes[1:])
-            checkpoint = current_checkpoint(connection, run_id=self._home.run_id, now=1.0)
-        envelope = seal(encode(checkpoint), domain=CHECKPOINT_DOMAIN, version=MESSAGE_VERSION, key=KEY)
+            checkpoint = current_checkpoint(connection, run_id=self._home.run_id)
         KeptHistory(self._home.folder, run_id=self._home.run_id, signer=self._home.public_key).keep(
-            checkpoint, envelope
+            checkpoint, seal_checkpoint(checkpoint, key=KEY)
         )
 
 

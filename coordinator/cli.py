@@ -204,6 +204,13 @@ def verifier(
 )
 @listen_options(8700)
 @click.option("--relay", "relays", multiple=True, metavar="URL", help="A relay to tell nodes about; repeatable.")
+@click.option(
+    "--witness",
+    "witnesses",
+    multiple=True,
+    metavar="VKEY@URL",
+    help="A witness that signs the log's checkpoints: its key and address; repeatable.",
+)
 @contact_options
 @limit_options
 @click.pass_context
@@ -223,6 +230,7 @@ def coordinator(
     host: str,
     port: int,
     relays: tuple[str, ...],
+    witnesses: tuple[str, ...],
     requests_per_minute: int,
     node_requests_per_minute: int,
     max_connections: int,
@@ -262,7 +270,10 @@ def coordinator(
     from coordinator.metrics.roles import watch_leadership
     from coordinator.run.leader import Leader, leader_thread
     from coordinator.run.service import Coordinator
+    from coordinator.run.witnesses import witnessing_thread
+    from node.client.witness import reachable_witnesses
 
+    asked = reachable_witnesses(witnesses)
     _, spec = read_run_file(run_file, datasets=data / DATASETS)
     keep_locks(spec, data / DATASETS)
     run_key = load_key(key)
@@ -304,7 +315,8 @@ def coordinator(
         watch_leadership(app.state.service.metrics.registry, leads=lambda: offering.leading)
     # A thread that has a database connection's lock must not wait 5 ms for the interpreter's after each statement.
     sys.setswitchinterval(SWITCH_SECONDS)
-    with opened.peer, leader_thread(offering) if role == "all" else contextlib.nullcontext():
+    leading = leader_thread(offering) if role == "all" else contextlib.nullcontext()
+    with opened.peer, leading, witnessing_thread(service, asked):
         Server(server_config(app, limits), app.state.service.shutdown).serve_on(listening)
 
 

@@ -50,6 +50,7 @@ from node.commands.peer import peer
 from node.commands.receipt import receipt
 from node.commands.serving_options import server_limits, serving, serving_options, worker_serving_options
 from node.commands.status import status
+from node.commands.witness import witness
 from node.joining.options import JoinOptions
 from node.keys.identity import load_or_create_key, node_id
 from node.protocol.control import Purpose
@@ -312,6 +313,7 @@ main.add_command(models)
 main.add_command(peer)
 main.add_command(receipt)
 main.add_command(status)
+main.add_command(witness)
 
 
 if __name__ == "__main__":

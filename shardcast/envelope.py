@@ -87,13 +87,18 @@ def open_envelope(
         raise BadSignature(
             f"envelope is signed by {opened.signer.hex()[:16]}…, expected {signer.hex()[:16]}…", code="wrong_signer"
         )
-    if opened.signer[:-1] + bytes([opened.signer[-1] & 0x7F]) in _SMALL_ORDER:
+    if is_small_order(opened.signer):
         raise BadSignature("envelope is signed by a small-order key, under which any message verifies", code="weak_key")
     try:
         Ed25519PublicKey.from_public_bytes(opened.signer).verify(data[signed_bytes:], data[:signed_bytes])
     except (InvalidSignature, ValueError) as error:
         raise BadSignature("signature does not match the signed bytes") from error
     return opened
+
+
+def is_small_order(public_key: bytes) -> bool:
+    """Return whether some signature under this raw Ed25519 key is valid for every message: nobody's key."""
+    return public_key[:-1] + bytes([public_key[-1] & 0x7F]) in _SMALL_ORDER
 
 
 def _split(data: bytes) -> tuple[Opened, int]:

@@ -15,8 +15,9 @@ import msgspec
 
 from node.audit.log import LeafTree, read_log
 from node.protocol.admission import Outcome
+from node.protocol.checkpoints import Checkpoint
 from node.protocol.merkle import leaf_hash
-from node.protocol.messages import BatchEntry, Checkpoint, LogEntry, Receipt, VerdictEntry
+from node.protocol.messages import BatchEntry, LogEntry, Receipt, VerdictEntry
 from node.protocol.run import RunSpec
 
 _ENTRY: Any = LogEntry
@@ -118,10 +119,10 @@ def _check_history(evidence: Evidence, found: Violations) -> None:
         found.log_inconsistencies.append(
             f"{len(evidence.witnessed)} entries were seen, {len(evidence.leaves)} are left"
         )
-    roots, tree = {0: LeafTree().root().hex()}, LeafTree()
+    roots, tree = {0: LeafTree().root()}, LeafTree()
     for leaf in evidence.leaves:
         tree.append(leaf)
-        roots[tree.size] = tree.root().hex()
+        roots[tree.size] = tree.root()
     for checkpoint in evidence.checkpoints:
         if roots.get(checkpoint.size) != checkpoint.root:
             found.log_inconsistencies.append(f"the log is not that of the checkpoint of {checkpoint.size} entries")

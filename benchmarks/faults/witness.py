@@ -17,18 +17,11 @@ import msgspec
 
 from coordinator.lab.processes.local_http import get, get_json
 from node.audit.log import LeafTree
+from node.protocol.checkpoints import Checkpoint, open_checkpoint
 from node.protocol.merkle import ProofInvalid, verify_consistency
-from node.protocol.messages import (
-    CHECKPOINT_DOMAIN,
-    MAX_MESSAGE_BYTES,
-    MESSAGE_VERSION,
-    Checkpoint,
-    LogEntry,
-)
-from node.protocol.run import run_id_of
-from shardcast.envelope import open_envelope
+from node.protocol.messages import LogEntry
+from node.protocol.run import open_descriptor
 from shardcast.errors import PeerFault
-from shardcast.wire import decode
 
 INTERVAL_S = 0.25
 TIMEOUT_S = 2.0
@@ -97,7 +90,7 @@ class Witness(threading.Thread):
         except PeerFault as error:
             self.problems.append(f"what the coordinator shows of its log is not the run's: {error}")
             return
-        if checkpoint.size == len(self.leaves) and self._tree.root().hex() != checkpoint.root:
+        if checkpoint.size == len(self.leaves) and self._tree.root() != checkpoint.root:
             self.problems.append(f"the root of checkpoint {checkpoint.size} is not that of the entries shown")
 
     def _take(self, checkpoint: Checkpoint) -> None:
@@ -136,23 +129,19 @@ def check_extends(before: Checkpoint, after: Checkpoint, reply: dict[str, Any]) 
     verify_consistency(
         first=before.size,
         second=after.size,
-        first_root=bytes.fromhex(before.root),
-        second_root=bytes.fromhex(after.root),
+        first_root=before.root,
+        second_root=after.root,
         proof=[bytes.fromhex(value) for value in reply["hashes"]],
     )
 
 
 def read_checkpoint(url: str, *, run_id: str) -> Checkpoint | None:
     """Read the signed checkpoint at `url`; None where the answer is an error. Raise OSError, HTTPException."""
-    data = get(f"{url}/v1/log/checkpoint", seconds=TIMEOUT_S)
-    if data is None:
+    told, note = (get(f"{url}/v1/{path}", seconds=TIMEOUT_S) for path in ("run", "log/checkpoint"))
+    if told is None or note is None:
         return None
-    opened = open_envelope(
-        data, domain=CHECKPOINT_DOMAIN, versions=(MESSAGE_VERSION,), max_payload_bytes=MAX_MESSAGE_BYTES
-    )
-    if run_id_of(opened.signer) != run_id:
-        raise PeerFault("a checkpoint that the run did not sign")
-    return decode(Checkpoint, opened.payload, max_bytes=MAX_MESSAGE_BYTES)
+    _, key = open_descriptor(told, run_id=run_id, now=0.0)
+    return open_checkpoint(note, run_id=run_id, signer=key)
 
 
 def read_leaves(url: str, start: int, end: int) -> list[bytes]:

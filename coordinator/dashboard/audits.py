@@ -11,18 +11,8 @@ from coordinator.dashboard.formatting import name_of
 from coordinator.run.service import Coordinator
 from coordinator.storage import log
 from coordinator.storage.log import MAX_ENTRIES_PER_READ
-from node.protocol.messages import (
-    CHECKPOINT_DOMAIN,
-    MAX_MESSAGE_BYTES,
-    MESSAGE_VERSION,
-    BatchEntry,
-    Checkpoint,
-    PolicyEntry,
-    RunEntry,
-    VerdictEntry,
-)
-from shardcast.envelope import SIGNATURE_BYTES, open_envelope
-from shardcast.wire import decode
+from node.protocol.checkpoints import Checkpoint, log_key, open_checkpoint
+from node.protocol.messages import BatchEntry, PolicyEntry, RunEntry, VerdictEntry
 
 ENTRIES: Final = 25
 PARTS: Final = 6
@@ -45,8 +35,8 @@ class AuditView:
     `at` of the next pages, None at the ends; `parts` are the newest ranges of the log to download, (start, end)."""
 
     checkpoint: Checkpoint
-    signature: str
-    public_key: str
+    note: str
+    key: str
     spec_digest: str
     entries: Sequence[LogLine]
     first: int
@@ -56,23 +46,20 @@ class AuditView:
     earlier_parts: int
 
 
-def read_audit(coordinator: Coordinator, *, at: int | None, now: float) -> AuditView:
+def read_audit(coordinator: Coordinator, *, at: int | None) -> AuditView:
     """Read the auditor's page with the ENTRIES log entries before index `at`, by default the newest."""
-    envelope = coordinator.checkpoint(now=now)
-    opened = open_envelope(
-        envelope, domain=CHECKPOINT_DOMAIN, versions=(MESSAGE_VERSION,), max_payload_bytes=MAX_MESSAGE_BYTES
-    )
-    checkpoint = decode(Checkpoint, opened.payload, max_bytes=MAX_MESSAGE_BYTES)
+    home, note = coordinator.home, coordinator.checkpoint()
+    checkpoint = open_checkpoint(note, run_id=home.run_id, signer=home.public_key)
     end = checkpoint.size if at is None else max(1, min(at, checkpoint.size))
     first = max(0, end - ENTRIES)
-    with coordinator.home.database.read() as connection:
+    with home.database.read() as connection:
         leaves = log.leaves(connection, first, end)
     starts = range(0, checkpoint.size, MAX_ENTRIES_PER_READ)
     return AuditView(
         checkpoint=checkpoint,
-        signature=envelope[-SIGNATURE_BYTES:].hex(),
-        public_key=opened.signer.hex(),
-        spec_digest=coordinator.home.spec.digest,
+        note=note.decode(),
+        key=str(log_key(home.run_id, home.public_key)),
+        spec_digest=home.spec.digest,
         entries=[_entry(first + offset, leaf) for offset, leaf in enumerate(leaves)][::-1],
         first=first,
         older=first or None,

@@ -88,7 +88,7 @@ def _page_routes(app: FastAPI, coordinator: Coordinator, pages: Pages) -> None:
 
     @app.get("/audit", include_in_schema=False)
     def audit(request: Request, at: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None) -> Response:
-        return _page(request, pages.audit(read_audit(coordinator, at=at, now=time.time())))
+        return _page(request, pages.audit(read_audit(coordinator, at=at)))
 
     @app.get("/find", include_in_schema=False)
     def find_anything(request: Request, q: _Text = "") -> Response:

@@ -21,7 +21,8 @@ from coordinator.run.home import Home
 from coordinator.storage import derived_rows, locks
 from coordinator.storage.database import Connection
 from coordinator.storage.schema import SubmissionState
-from node.protocol.messages import MAX_ENTRY_BYTES, Checkpoint, LogEntry, RunEntry
+from node.protocol.checkpoints import Checkpoint
+from node.protocol.messages import MAX_ENTRY_BYTES, LogEntry, RunEntry
 from shardcast.errors import Malformed
 from shardcast.wire import decode
 

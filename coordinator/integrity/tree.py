@@ -15,7 +15,7 @@ from coordinator.integrity.differences import Difference, shown
 from coordinator.storage import derived_rows, log
 from coordinator.storage.database import Connection
 from coordinator.storage.log_tree import LogTree
-from node.protocol.messages import Checkpoint
+from node.protocol.checkpoints import Checkpoint
 
 Report = Callable[[Difference], None]
 
@@ -33,14 +33,12 @@ def check_tree(connection: Connection, kept: Mapping[Path, Checkpoint], *, repai
         return False
     published = {path: one for path, one in kept.items() if recomputed.roots.get(one.size) != one.root}
     for path, one in published.items():
-        has = f"{size} entries" if one.size > size else recomputed.roots[one.size]
-        report(_lost("log", str(path), f"root of {one.size} entries", has, one.root))
+        has = f"{size} entries" if one.size > size else recomputed.roots[one.size].hex()
+        report(_lost("log", str(path), f"root of {one.size} entries", has, one.root.hex()))
     covered = max((one.size for one in kept.values()), default=0)
     confirmed = not published and (covered >= size or _stored_root(connection, size) == recomputed.tree.root())
     # The stored tree is the published one: then it is the leaves that changed, and the nodes above follow from them.
-    leaves_changed = bool(published) and all(
-        _stored_root(connection, one.size) == bytes.fromhex(one.root) for one in kept.values()
-    )
+    leaves_changed = bool(published) and all(_stored_root(connection, one.size) == one.root for one in kept.values())
     for level, index, stored, derived in recomputed.differing_nodes() if wrong else ():
         if leaves_changed:
             if level == 0:
@@ -73,7 +71,7 @@ class _Recomputed:
     def __init__(self, connection: Connection, *, wanted: set[int]) -> None:
         self._connection, self._wanted = connection, wanted
         self.tree = LogTree()
-        self.roots: dict[int, str] = {}
+        self.roots: dict[int, bytes] = {}
         self.missing: int | None = None
 
     def differing_nodes(self) -> Iterator[tuple[int, int, bytes | None, bytes]]:
@@ -97,4 +95,4 @@ class _Recomputed:
 
     def _note_root(self) -> None:
         if self.tree.size in self._wanted:
-            self.roots[self.tree.size] = self.tree.root().hex()
+            self.roots[self.tree.size] = self.tree.root()

@@ -21,25 +21,23 @@ from typing import Final
 from coordinator.errors import BadConfiguration, HistoryLost
 from coordinator.storage import log
 from coordinator.storage.database import Connection, Database
-from node.audit.checkpoints import open_checkpoint
-from node.protocol.messages import MAX_MESSAGE_BYTES, Checkpoint
+from node.protocol.checkpoints import Checkpoint, open_checkpoint, origin_of, parse_checkpoint
+from node.protocol.notes import MAX_NOTE_BYTES
 from shardcast.errors import PeerFault
 from shardcast.files import read_bounded, sync_folder
-from shardcast.wire import decode, encode
 
 PUBLISHED: Final = "log.checkpoint"
 SEEN: Final = "log.seen"
-_MAX_BYTES: Final = 2 * MAX_MESSAGE_BYTES
 
 
-def current_checkpoint(connection: Connection, *, run_id: str, now: float) -> Checkpoint:
-    """Return size and root of the log, as of `now`."""
+def current_checkpoint(connection: Connection, *, run_id: str) -> Checkpoint:
+    """Return size and root of the log."""
     size = log.size(connection)
-    return Checkpoint(run_id=run_id, size=size, root=log.root(connection, size).hex(), issued_at=int(now))
+    return Checkpoint(origin_of(run_id), size, log.root(connection, size))
 
 
 class KeptHistory:
-    """The kept checkpoint of one folder; thread-safe. With `signer`, it is an envelope signed by that key."""
+    """The kept checkpoint of one folder; thread-safe. With `signer`, it is a note signed by that key."""
 
     def __init__(self, folder: Path, *, run_id: str, signer: bytes | None = None) -> None:
         self.path = folder / (SEEN if signer is None else PUBLISHED)
@@ -50,16 +48,16 @@ class KeptHistory:
     def load(self) -> Checkpoint | None:
         """Return the kept checkpoint, None if there is none; raises BadConfiguration if it is not this run's."""
         try:
-            data = read_bounded(self.path, max_bytes=_MAX_BYTES)
+            data = read_bounded(self.path, max_bytes=MAX_NOTE_BYTES)
             if self._signer is not None:
                 return open_checkpoint(data, run_id=self._run_id, signer=self._signer)
-            kept = decode(Checkpoint, data, max_bytes=MAX_MESSAGE_BYTES)
+            kept = parse_checkpoint(data)
         except FileNotFoundError:
             return None
         except PeerFault as error:
             raise BadConfiguration(f"{self.path} cannot be read as a checkpoint of this run: {error}") from error
-        if kept.run_id != self._run_id:
-            raise BadConfiguration(f"{self.path} is the checkpoint of another run, {kept.run_id[:16]}…")
+        if kept.origin != origin_of(self._run_id):
+            raise BadConfiguration(f"{self.path} is the checkpoint of another run, {kept.origin[:32]}…")
         return kept
 
     def check(self, connection: Connection) -> Checkpoint | None:
@@ -70,7 +68,7 @@ class KeptHistory:
         size = log.size(connection)
         if size < kept.size:
             raise HistoryLost(f"the database is older than its log was: it has {size} entries{self._was(kept)}")
-        if log.root(connection, kept.size).hex() != kept.root:
+        if log.root(connection, kept.size) != kept.root:
             raise HistoryLost(f"the log of {size} entries in the database has another history{self._was(kept)}")
         return kept
 
@@ -78,7 +76,7 @@ class KeptHistory:
         return f", and {self.path} keeps the checkpoint of {kept.size}; nothing was signed or appended"
 
     def keep(self, checkpoint: Checkpoint, data: bytes) -> None:
-        """Replace what is kept by `data`, which encodes `checkpoint`, unless as large a log is kept; raises OSError."""
+        """Replace what is kept by `data`, which holds `checkpoint`, unless as large a log is kept; raises OSError."""
         with self._lock:
             if self._kept_size is None:
                 kept = self.load()
@@ -98,9 +96,9 @@ class KeptHistory:
     def keep_current(self, database: Database) -> None:
         """Keep size and root of the log as it is now, unsigned; raises OSError."""
         with database.read() as connection:
-            checkpoint = current_checkpoint(connection, run_id=self._run_id, now=time.time())
+            checkpoint = current_checkpoint(connection, run_id=self._run_id)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.keep(checkpoint, encode(checkpoint))
+        self.keep(checkpoint, checkpoint.text)
 
     def set_aside(self) -> Path:
         """Rename the kept checkpoint, so that the log may go on from an older state; return its new path."""

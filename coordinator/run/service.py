@@ -31,10 +31,10 @@ from coordinator.storage.signed_requests import SignedRequestLog
 from coordinator.storage.steps import manifest_of
 from coordinator.storage.submissions import logged_verdict
 from node.protocol import merkle, requests
+from node.protocol.checkpoints import seal_checkpoint
 from node.protocol.endpoints import Pending
 from node.protocol.membership import Puzzle
 from node.protocol.messages import (
-    CHECKPOINT_DOMAIN,
     MESSAGE_VERSION,
     RECEIPT_DOMAIN,
     LeaseReply,
@@ -44,6 +44,7 @@ from node.protocol.messages import (
     Registration,
     RequestClaim,
 )
+from node.protocol.notes import Note
 from node.protocol.reasons import Reason, Refusal
 from shardcast.envelope import seal
 from shardcast.wire import derive, encode
@@ -72,6 +73,7 @@ class Coordinator:
         self._membership = membership_of(home, key=key)
         self._history = KeptHistory(home.folder, run_id=home.run_id, signer=home.public_key)
         self._history_due = 0.0
+        self._witnessed: Note | None = None
         self._accounts = LogAccounts(rules=home.spec.standing)
         # Secret, or an attacker could search for a node key that is placed next to a victim's.
         self.relays = RelayRegistry(
@@ -230,13 +232,23 @@ class Coordinator:
         self._keep_history()
         return seal(encode(receipt), domain=RECEIPT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
 
-    def checkpoint(self, *, now: float) -> bytes:
-        """Return the log's current size and root, signed, once they are kept outside of the database."""
+    def checkpoint(self) -> bytes:
+        """Return the note of the log's current size and root, signed, once it is kept outside of the database."""
         with self.home.database.read() as connection:
-            checkpoint = current_checkpoint(connection, run_id=self.home.run_id, now=now)
-        envelope = seal(encode(checkpoint), domain=CHECKPOINT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
-        self._history.keep(checkpoint, envelope)
-        return envelope
+            checkpoint = current_checkpoint(connection, run_id=self.home.run_id)
+        note = seal_checkpoint(checkpoint, key=self._key)
+        self._history.keep(checkpoint, note)
+        return note
+
+    def witnessed(self) -> bytes:
+        """Return the note of the newest checkpoint that a witness signed; raises Refusal without one."""
+        if self._witnessed is None:
+            raise Refusal(Reason.NOT_FOUND, "No witness has signed a checkpoint since this coordinator started.")
+        return self._witnessed.encode()
+
+    def set_witnessed(self, note: Note) -> None:
+        """Show a note of the run's with the signatures of witnesses from now on."""
+        self._witnessed = note
 
     def _keep_history(self) -> None:
         """Keep a checkpoint at most every HISTORY_SECONDS: a receipt, too, is a promise that its entry stays."""
@@ -244,7 +256,7 @@ class Coordinator:
             return
         self._history_due = time.monotonic() + HISTORY_SECONDS
         try:
-            self.checkpoint(now=time.time())
+            self.checkpoint()
         except OSError as error:
             logger.warning("checkpoint not kept in %s, the next receipt tries again: %s", self.home.folder, error)
 

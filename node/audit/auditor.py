@@ -8,7 +8,9 @@ for it. An audit does not show that every submission was logged: for that, worke
 
     run_id, url, seed, seconds
     outcome               "agree", "disagree" or "incomplete"; exit_code 0, 1 or 2
-    checkpoint            null or {size, root, issued_at}; previous_checkpoint: the last one remembered, likewise
+    checkpoint            null or {size, root}; previous_checkpoint: the last one remembered, likewise
+    witnesses             null, or {quorum, has_quorum, of: [{name, key, size, signed_at, covers, detail}]}: what each
+                          signed of this log, and whether that covers the checkpoint
     log                   {entries, policies, batches, admitted, rejected, indeterminate}
     coordinator_indeterminate   log indexes of verdicts that the coordinator could not decide
     reached_training      [{log_index, submission, step}]: groups that a second verdict did not bear out, too late
@@ -38,10 +40,10 @@ import click
 from msgspec import UNSET, UnsetType
 from rich.console import Console
 
-from node.audit.checkpoints import open_checkpoint
 from node.audit.evidence import EvidenceAuditor
 from node.audit.log import AuditProblem, LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
 from node.audit.report import Report, render_json, show
+from node.audit.witnesses import WitnessGathering, WitnessRule
 from node.client.api import CoordinatorClient
 from node.client.http import ExchangeLimits, printable
 from node.client.ssrf import not_nearer
@@ -49,14 +51,11 @@ from node.datasets.fetching import dataset_feed
 from node.datasets.folder import DATASETS, match_answers
 from node.environments.dataset import load_rows
 from node.errors import BadReply, ConfigError, DatasetFault, NodeError, StateError
-from node.protocol.endpoints import LOG_CHECKPOINT, LOG_CONSISTENCY, LOG_ENTRIES
+from node.protocol.checkpoints import Checkpoint, open_checkpoint
+from node.protocol.endpoints import LOG_CONSISTENCY, LOG_ENTRIES
 from node.protocol.merkle import ProofInvalid, verify_consistency
-from node.protocol.messages import (
-    MAX_ENTRY_BYTES,
-    Checkpoint,
-    LogEntry,
-    VerdictEntry,
-)
+from node.protocol.messages import MAX_ENTRY_BYTES, LogEntry, VerdictEntry
+from node.protocol.notes import MAX_NOTE_BYTES
 from node.protocol.run import Descriptor, RunSpec
 from node.verification.readings import MakePrefills, transformers_prefills
 from node.verification.shelf import GIB
@@ -90,13 +89,14 @@ async def run_audit(
     answers: Sequence[Path] = (),
     prefills: MakePrefills = transformers_prefills,
     policy_memory: int = 4 * GIB,
+    witnesses: WitnessRule | None = None,
 ) -> int:
     """Audit the coordinator at `url`, print what was found, and return the exit code: 0, 1 or 2.
 
     `sample` verdicts are derived again (None: 20), or all of them. `seed` repeats an earlier draw. `sources`
     are origins or relays to ask for policies, besides those that the coordinator names. `answers` are files of answers,
     which the operator keeps: without them, rewards of their datasets are not derived. `prefills` makes what measures,
-    and policies take at most `policy_memory` bytes.
+    and policies take at most `policy_memory` bytes. `witnesses` have to have signed the log.
     """
     started = time.monotonic()
     report = Report(url=url, run_id=run_id, seed=secrets.randbits(32) if seed is None else seed)
@@ -113,6 +113,7 @@ async def run_audit(
                 answers=answers,
                 prefills=prefills,
                 policy_memory=policy_memory,
+                witnesses=witnesses,
             )
             await auditor.run(count)
     except (NodeError, ShardcastError) as error:
@@ -136,17 +137,17 @@ class CheckpointMemory:
         self._path = folder / f"{run_id}.checkpoint"
 
     def load(self) -> bytes | None:
-        """Return the stored envelope, None without one; raises StateError if it is unreadable."""
+        """Return the stored note, None without one; raises StateError if it is unreadable."""
         try:
-            return read_bounded(self._path, max_bytes=LOG_CHECKPOINT.max_reply_bytes)
+            return read_bounded(self._path, max_bytes=MAX_NOTE_BYTES)
         except FileNotFoundError:
             return None
         except (OSError, PeerFault) as error:
             raise StateError(f"{self._path} cannot be read ({error}); restore it, or use another --state.") from error
 
-    def keep(self, envelope: bytes) -> None:
-        """Replace the stored envelope."""
-        write_atomically(self._path, envelope)
+    def keep(self, note: bytes) -> None:
+        """Replace the stored note."""
+        write_atomically(self._path, note)
 
     def keep_evidence(self, first: bytes, second: bytes) -> Path:
         """Store two contradictory checkpoints in a folder of their own, and return it."""
@@ -170,6 +171,7 @@ class _Auditor:
         answers: Sequence[Path],
         prefills: MakePrefills,
         policy_memory: int,
+        witnesses: WitnessRule | None,
     ) -> None:
         self._coordinator = coordinator
         self._report = report
@@ -178,38 +180,45 @@ class _Auditor:
         self._answers = answers
         self._prefills = prefills
         self._policy_memory = policy_memory
+        self._witnesses = witnesses
 
     async def run(self, count: int | None) -> None:
         descriptor = await self._coordinator.descriptor(patience_seconds=PATIENCE_SECONDS)
         memory = CheckpointMemory(self._state, run_id=self._report.run_id)
         remembered = memory.load()
-        envelope, checkpoint = await self._fetch_checkpoint()
+        checkpoint, note = await self._coordinator.checkpoint(patience_seconds=PATIENCE_SECONDS)
         self._report.checkpoint = checkpoint
-        extends = remembered is None or await self._check_history(memory, remembered, envelope, checkpoint)
+        extends = remembered is None or await self._check_history(memory, remembered, note, checkpoint)
+        if self._witnesses is not None:
+            gathering = WitnessGathering(self._coordinator, self._witnesses, checkpoint)
+            self._report.witnesses = gathering.found
+            contradiction = await gathering.run(lambda other: memory.keep_evidence(note, other))
+            if contradiction is not None:
+                self._report.problems.append(contradiction)
+                extends = False
         leaves = await self._fetch_leaves(checkpoint)
         if leaves is None:
             return
         if extends:
-            memory.keep(envelope)
+            memory.keep(note)
         entries = await asyncio.to_thread(self._check_entries, leaves, descriptor)
         await self._check_verdicts(entries, descriptor, checkpoint, count)
 
-    async def _fetch_checkpoint(self) -> tuple[bytes, Checkpoint]:
-        envelope = await self._coordinator.fetch(LOG_CHECKPOINT, patience_seconds=PATIENCE_SECONDS)
-        try:
-            return envelope, self._open_checkpoint(envelope)
-        except PeerFault as error:
-            raise BadReply(f"The checkpoint is not the run's: {error}.", code=error.code) from error
-
-    def _open_checkpoint(self, envelope: bytes) -> Checkpoint:
-        return open_checkpoint(envelope, run_id=self._report.run_id, signer=self._coordinator.run_key)
+    @property
+    def _run_key(self) -> bytes:
+        key = self._coordinator.run_key
+        if key is None:
+            raise RuntimeError("a verified descriptor leaves the run's key")
+        return key
 
     async def _check_history(
-        self, memory: CheckpointMemory, remembered: bytes, envelope: bytes, checkpoint: Checkpoint
+        self, memory: CheckpointMemory, remembered: bytes, note: bytes, checkpoint: Checkpoint
     ) -> bool:
         """Return whether the log extends the stored checkpoint; if not, keep both as evidence."""
         try:
-            before = self._report.previous = self._open_checkpoint(remembered)
+            before = self._report.previous = open_checkpoint(
+                remembered, run_id=self._report.run_id, signer=self._run_key
+            )
         except PeerFault as error:
             raise StateError(f"The remembered checkpoint is damaged ({error}); use another --state.") from error
         shrank = checkpoint.size < before.size
@@ -220,13 +229,13 @@ class _Auditor:
         try:
             verify_consistency(
                 first=before.size,
-                first_root=bytes.fromhex(before.root),
+                first_root=before.root,
                 second=checkpoint.size,
-                second_root=bytes.fromhex(checkpoint.root),
+                second_root=checkpoint.root,
                 proof=proof,
             )
         except ProofInvalid as error:
-            folder = memory.keep_evidence(remembered, envelope)
+            folder = memory.keep_evidence(remembered, note)
             sizes = f"{before.size} entries were seen before, {checkpoint.size} are shown now"
             detail = f"{error} ({sizes}); both signed checkpoints are in {folder}."
             self._report.problems.append(AuditProblem("log_shrank" if shrank else "log_forked", detail))
@@ -244,7 +253,7 @@ class _Auditor:
             for leaf in page:
                 tree.append(leaf)
             leaves += page
-        if tree.root().hex() != checkpoint.root:
+        if tree.root() != checkpoint.root:
             self._report.problems.append(AuditProblem("root_mismatch", "The entries are not those of the signed root."))
             return None
         return leaves
@@ -331,13 +340,10 @@ class _Auditor:
         Raises ShardcastError where a dataset cannot be had in time, ConfigError for answers that are not the run's.
         """
         answers = await asyncio.to_thread(match_answers, self._answers, descriptor.spec)
-        run_key = self._coordinator.run_key
-        if run_key is None:
-            raise RuntimeError("a verified descriptor leaves the run's key")
         async with dataset_feed(
             descriptor.spec,
             run_id=descriptor.run_id,
-            publisher_key=run_key,
+            publisher_key=self._run_key,
             sources=sources,
             folder=self._state / DATASETS,
             files=descriptor.spec.datasets,

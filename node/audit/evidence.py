@@ -27,9 +27,10 @@ from node.policy.errors import PolicyError
 from node.policy.file import Blueprint
 from node.policy.reading import OpenPolicy
 from node.protocol.admission import GAIN, Outcome, Verdict
+from node.protocol.checkpoints import Checkpoint
 from node.protocol.endpoints import BLOB, LOG_INCLUSION, MAX_REQUEST_ENVELOPE_BYTES, SUBMIT
 from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
-from node.protocol.messages import Checkpoint, LogEntry, PolicyEntry, RequestClaim, VerdictEntry, candidate_of
+from node.protocol.messages import LogEntry, PolicyEntry, RequestClaim, VerdictEntry, candidate_of
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim
 from node.protocol.run import Descriptor, RunSpec
@@ -128,7 +129,7 @@ class EvidenceAuditor:
                 index=verdict.log_index,
                 size=size,
                 proof=await self._coordinator.log_proof(LOG_INCLUSION, query, patience_seconds=PATIENCE_SECONDS),
-                root_hash=bytes.fromhex(self._checkpoint.root),
+                root_hash=self._checkpoint.root,
             )
         except ProofInvalid as error:
             raise Disagreement("inclusion_proof", f"{error}.") from error

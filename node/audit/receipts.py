@@ -8,7 +8,7 @@ ever grew is `swarmproof audit`'s question.
 
     run_id, url
     outcome     "agree", "disagree" or "incomplete"; exit_code 0, 1 or 2
-    checkpoint  {size, root, issued_at}
+    checkpoint  {size, root}
     receipts    [{source, submission, log_index, result, code, detail}]: result "agree", "disagree" or "unavailable"
 """
 
@@ -23,11 +23,11 @@ from typing import Any, Final
 
 import click
 
-from node.audit.checkpoints import open_checkpoint
 from node.client.api import CoordinatorClient
 from node.client.http import ExchangeLimits, printable
 from node.errors import BadReply, ConfigError, Refused
-from node.protocol.endpoints import LOG_CHECKPOINT, LOG_ENTRIES, LOG_INCLUSION, RECEIPT
+from node.protocol.checkpoints import Checkpoint
+from node.protocol.endpoints import LOG_ENTRIES, LOG_INCLUSION, RECEIPT
 from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
 from node.protocol.messages import (
     MAX_ENTRY_BYTES,
@@ -35,7 +35,6 @@ from node.protocol.messages import (
     MAX_RECEIPT_LINE_BYTES,
     MESSAGE_VERSION,
     RECEIPT_DOMAIN,
-    Checkpoint,
     KeptReceipt,
     Receipt,
     VerdictEntry,
@@ -93,7 +92,7 @@ async def verify_receipts(sources: Sequence[str], *, run_id: str, url: str, as_j
         found = []
         # Fetched first: a checkpoint from before its entry would not have it.
         envelopes = [(source, one) for source in sources for one in await _envelopes(source, coordinator)]
-        checkpoint = await _checkpoint(coordinator)
+        checkpoint, _ = await coordinator.checkpoint(patience_seconds=PATIENCE_SECONDS)
         for source, envelope in envelopes:
             found.append(await _check(source, envelope, coordinator, checkpoint))
     disagree = any(one.result == "disagree" for one in found)
@@ -101,7 +100,7 @@ async def verify_receipts(sources: Sequence[str], *, run_id: str, url: str, as_j
     code = 1 if disagree else 2 if incomplete else 0
     if as_json:
         outcome = ("agree", "disagree", "incomplete")[code]
-        seen = {"size": checkpoint.size, "root": checkpoint.root, "issued_at": checkpoint.issued_at}
+        seen = {"size": checkpoint.size, "root": checkpoint.root.hex()}
         report = {"run_id": run_id, "url": url, "outcome": outcome, "exit_code": code, "checkpoint": seen}
         click.echo(json.dumps(report | {"receipts": [asdict(one) for one in found]}))
         return code
@@ -140,14 +139,6 @@ def _read(path: Path) -> Iterator[bytes]:
                 raise ConfigError(f"{path}, line {number}, is no receipt: {error}.") from error
     if not number:
         raise ConfigError(f"{path} is empty.")
-
-
-async def _checkpoint(coordinator: CoordinatorClient) -> Checkpoint:
-    envelope = await coordinator.fetch(LOG_CHECKPOINT, patience_seconds=PATIENCE_SECONDS)
-    try:
-        return open_checkpoint(envelope, run_id=coordinator.run_id, signer=coordinator.run_key)
-    except PeerFault as error:
-        raise BadReply(f"The checkpoint is not the run's: {error}.", code=error.code) from error
 
 
 async def _check(
@@ -194,9 +185,9 @@ async def _check_leaf(receipt: Receipt, coordinator: CoordinatorClient, checkpoi
     proof = await coordinator.log_proof(
         LOG_INCLUSION, {"index": str(index), "size": str(size)}, patience_seconds=PATIENCE_SECONDS
     )
-    root, promised = bytes.fromhex(checkpoint.root), bytes.fromhex(receipt.leaf_hash)
+    promised = bytes.fromhex(receipt.leaf_hash)
     try:
-        verify_inclusion(promised, index=index, size=size, proof=proof, root_hash=root)
+        verify_inclusion(promised, index=index, size=size, proof=proof, root_hash=checkpoint.root)
     except ProofInvalid as error:
         raise _BrokenPromise("inclusion_proof", f"The log has another entry {index}: {error}.") from error
     query = {"start": str(index), "end": str(index + 1)}

@@ -16,9 +16,11 @@ from rich.text import Text
 
 from node.audit.gaps import WithheldRow, Withholding
 from node.audit.log import AuditProblem, LoggedVerdict
+from node.audit.witnesses import Witnesses
 from node.client.http import printable
 from node.protocol.admission import Outcome, Verdict
-from node.protocol.messages import BatchEntry, Checkpoint, LogEntry, PolicyEntry, VerdictEntry
+from node.protocol.checkpoints import Checkpoint
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.run import StandingSpec
 from node.protocol.standing import Account
 from node.protocol.withholding import EVEN, odds
@@ -64,6 +66,7 @@ class Report:
     seed: int = 0
     checkpoint: Checkpoint | None = None
     previous: Checkpoint | None = None
+    witnesses: Witnesses | None = None
     counts: dict[str, int] = field(default_factory=dict)
     coordinator_indeterminate: list[int] = field(default_factory=list)
     checked: list[Checked] = field(default_factory=list)
@@ -81,7 +84,12 @@ class Report:
         if self.problems:
             return DISAGREE
         missing = any(check.result is AuditResult.UNAVAILABLE for check in self.checked)
-        return INCOMPLETE if self.fault or missing else AGREE
+        return INCOMPLETE if self.fault or missing or self.lacks_witnesses else AGREE
+
+    @property
+    def lacks_witnesses(self) -> bool:
+        """Whether fewer witnesses than asked for have signed what was audited."""
+        return self.witnesses is not None and not self.witnesses.has_quorum
 
     @property
     def outcome(self) -> str:
@@ -114,6 +122,7 @@ def render_json(report: Report) -> str:
         "seconds": round(report.seconds, 3),
         "checkpoint": _checkpoint(report.checkpoint),
         "previous_checkpoint": _checkpoint(report.previous),
+        "witnesses": _witnesses(report.witnesses),
         "log": report.counts,
         "coordinator_indeterminate": report.coordinator_indeterminate,
         "reached_training": [
@@ -148,7 +157,19 @@ def render_json(report: Report) -> str:
 def _checkpoint(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
     if checkpoint is None:
         return None
-    return {"size": checkpoint.size, "root": checkpoint.root, "issued_at": checkpoint.issued_at}
+    return {"size": checkpoint.size, "root": checkpoint.root.hex()}
+
+
+def _witnesses(found: Witnesses | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    rows = []
+    for one in found.rule.witnesses:
+        size, at = found.signed.get(one.key, (None, None))
+        covers = one.key in found.covered
+        said = {"covers": covers, "detail": "" if covers else found.lacking.get(one.key, "")}
+        rows.append({"name": one.key.name, "key": str(one.key), "size": size, "signed_at": at, **said})
+    return {"quorum": found.rule.quorum, "has_quorum": found.has_quorum, "of": rows}
 
 
 def _verdict(check: Checked) -> dict[str, Any]:
@@ -170,6 +191,8 @@ def show(report: Report, console: Console) -> None:
     """Print the report for a person."""
     if report.checkpoint is not None:
         console.print(f"log of run {report.run_id[:16]}…: {_log_line(report)}", highlight=False)
+    if report.witnesses is not None:
+        console.print(Text(_witnesses_line(report.witnesses)))
     if report.checked:
         console.print(_results(report))
     disputed = [check for check in report.checked if check.result not in CONFIRMED]
@@ -188,6 +211,12 @@ def show(report: Report, console: Console) -> None:
     if report.problems:
         console.print(_problems(report.problems))
     console.print(Text(_conclusion(report), style="bold"))
+
+
+def _witnesses_line(found: Witnesses) -> str:
+    line = f"witnessed by {len(found.covered)} of {len(found.rule.witnesses)}, {found.rule.quorum} asked for"
+    missing = [printable(name) for name in found.missing]
+    return f"{line}; not by {', '.join(missing)}" if missing else line
 
 
 def _log_line(report: Report) -> str:
@@ -281,6 +310,8 @@ def _conclusion(report: Report) -> str:
     border += f" {unseen} have rows that nobody measured and that are not right." if unseen else ""
     ungraded = report.count(AuditResult.UNGRADED)
     border += f" {ungraded} are right as far as can be told without the answers (--answers)." if ungraded else ""
+    if report.lacks_witnesses:
+        return f"incomplete: too few witnesses have signed this log; others may be shown another one.{border}"
     if report.exit_code == INCOMPLETE:
         return f"incomplete: {report.count(AuditResult.UNAVAILABLE)} verdicts could not be derived again.{border}"
     return (

@@ -22,6 +22,7 @@ from node.client.submit import SubmissionUploader
 from node.errors import BadReply, ConfigError
 from node.keys.identity import node_id
 from node.protocol import endpoints
+from node.protocol.checkpoints import Checkpoint, open_checkpoint
 from node.protocol.endpoints import Endpoint, LogProof
 from node.protocol.membership import Puzzle
 from node.protocol.messages import (
@@ -202,6 +203,20 @@ class CoordinatorClient:
 
         request = request_to(endpoints.STANDING, names={"node": node})
         return await self._caller.call(request, own, patience_seconds=patience_seconds)
+
+    async def checkpoint(self, *, patience_seconds: float = 60.0) -> tuple[Checkpoint, bytes]:
+        """Return the log's newest checkpoint and its note, signed by the run; call `descriptor` before."""
+
+        def opened(answer: CoordinatorReply) -> tuple[Checkpoint, bytes]:
+            if self.run_key is None:
+                raise ConfigError("A checkpoint can be checked only after the run's descriptor.")
+            try:
+                return open_checkpoint(answer.body, run_id=self.run_id, signer=self.run_key), answer.body
+            except PeerFault as error:
+                raise BadReply(f"The checkpoint is not the run's: {error}.", code=error.code) from error
+
+        request = request_to(endpoints.LOG_CHECKPOINT)
+        return await self._caller.call(request, opened, patience_seconds=patience_seconds)
 
     async def log_proof(
         self, endpoint: Endpoint[None, LogProof], query: Mapping[str, str], *, patience_seconds: float = 60.0

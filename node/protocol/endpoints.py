@@ -27,6 +27,7 @@ from node.protocol.messages import (
     UploadReply,
     UploadRequest,
 )
+from node.protocol.notes import MAX_NOTE_BYTES
 from node.protocol.reasons import Reason
 from node.protocol.run import MAX_DESCRIPTOR_BYTES
 from shardcast.wire import Digest, Wire
@@ -186,10 +187,19 @@ BLOB: Final = Endpoint[None, bytes](
 LOG_CHECKPOINT: Final = Endpoint[None, bytes](
     method="GET",
     path="/v1/log/checkpoint",
-    summary="The signed Checkpoint of the log",
+    summary="The newest checkpoint of the log: a note that the run signed",
     reply=bytes,
-    media_type=BYTES,
-    max_reply_bytes=MAX_MESSAGE_BYTES + ENVELOPE_OVERHEAD_BYTES,
+    media_type=TEXT,
+    max_reply_bytes=MAX_NOTE_BYTES,
+)
+LOG_WITNESSED: Final = Endpoint[None, bytes](
+    method="GET",
+    path="/v1/log/witnessed",
+    summary="The newest checkpoint that witnesses have signed, with their signatures",
+    reply=bytes,
+    media_type=TEXT,
+    max_reply_bytes=MAX_NOTE_BYTES,
+    refusals=(Reason.NOT_FOUND,),
 )
 LOG_ENTRIES: Final = Endpoint[None, bytes](
     method="GET",
@@ -296,6 +306,7 @@ ENDPOINTS: Final[tuple[Endpoint[Any, Any], ...]] = (
     ANNOUNCE_RELAY,
     BLOB,
     LOG_CHECKPOINT,
+    LOG_WITNESSED,
     LOG_ENTRIES,
     LOG_INCLUSION,
     LOG_CONSISTENCY,

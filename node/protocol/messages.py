@@ -17,7 +17,6 @@ from shardcast.wire import Count, Digest, PublicKey, Wire
 
 REQUEST_DOMAIN = "swarmproof/request"
 RECEIPT_DOMAIN = "swarmproof/receipt"
-CHECKPOINT_DOMAIN = "swarmproof/checkpoint"
 MESSAGE_VERSION = 1
 
 MAX_CLAIM_BYTES = 2048
@@ -249,15 +248,6 @@ class KeptReceipt(Wire, frozen=True):
 
     receipt: Receipt
     envelope: bytes
-
-
-class Checkpoint(Wire, frozen=True):
-    """The signed size and root of the log."""
-
-    run_id: Digest
-    size: Count
-    root: Digest
-    issued_at: Count
 
 
 class RunEntry(Wire, frozen=True, tag_field="type", tag="run"):

@@ -26,11 +26,11 @@ from coordinator.storage.database import Database, sqlite_url
 from coordinator.storage.folder_blobs import FolderBlobs
 from node.audit.log import LeafTree
 from node.protocol.admission import Figures, Outcome
+from node.protocol.checkpoints import Checkpoint, origin_of
 from node.protocol.evidence import Totals
 from node.protocol.merkle import leaf_hash
 from node.protocol.messages import (
     BatchEntry,
-    Checkpoint,
     KeptReceipt,
     LogEntry,
     PolicyEntry,
@@ -98,7 +98,7 @@ def checkpoint(leaves: list[bytes], size: int) -> Checkpoint:
     tree = LeafTree()
     for leaf in leaves[:size]:
         tree.append(leaf)
-    return Checkpoint(run_id=RUN_ID, size=size, root=tree.root().hex(), issued_at=1)
+    return Checkpoint(origin_of(RUN_ID), size, tree.root())
 
 
 def receipt(leaves: list[bytes], index: int) -> Receipt:

@@ -26,7 +26,8 @@ from independent.descriptor import run_id_of
 from independent.envelope import seal
 from independent.log import leaf_hash, root_of
 from independent.measure import Model
-from independent.messages import CHECKPOINT, ENTRY, RECEIPT
+from independent.messages import ENTRY, RECEIPT
+from independent.notes import seal_checkpoint
 from independent.submission import Row
 from independent.values import Refused, decode, encode
 from swarm import RUN_KEY, Swarm, learning, running, small_spec
@@ -233,13 +234,7 @@ def test_an_operator_who_signs_another_history_is_found_out_by_a_receipt(run: Ru
     leaves = auditor.leaves(auditor.see_checkpoint()["size"])
     entry = decode(ENTRY, leaves[2], max_bytes=2**20)
     leaves[2] = encode(ENTRY, entry | {"rewards": [1.0, 1.0]})
-    checkpoint = {
-        "run_id": auditor.run_id,
-        "size": len(leaves),
-        "root": root_of([leaf_hash(leaf) for leaf in leaves]).hex(),
-        "issued_at": int(time.time()),
-    }
-    signed = seal(RUN_KEY, "swarmproof/checkpoint", encode(CHECKPOINT, checkpoint))
+    signed = seal_checkpoint(RUN_KEY, auditor.run_id, len(leaves), root_of([leaf_hash(leaf) for leaf in leaves]))
 
     def alter(path: str, body: bytes) -> bytes:
         if path == "/v1/log/checkpoint":

@@ -26,10 +26,8 @@ from coordinator.run.service import Coordinator
 from coordinator.verifier import policy_cache
 from node.protocol import merkle
 from node.protocol.admission import Outcome
+from node.protocol.checkpoints import Checkpoint, open_checkpoint
 from node.protocol.messages import (
-    CHECKPOINT_DOMAIN,
-    MESSAGE_VERSION,
-    Checkpoint,
     LogEntry,
     RelayAnnouncement,
     VerdictEntry,
@@ -39,7 +37,6 @@ from node.protocol.requests import sign_request
 from node.protocol.run import open_descriptor
 from node.submission.writer import write_rollouts
 from shardcast import Origin, OriginServer
-from shardcast.envelope import open_envelope
 from shardcast.errors import LocalFault
 from shardcast.wire import decode, digest, encode
 
@@ -57,14 +54,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> I
 
 def checkpoint_of(swarm: Swarm) -> Checkpoint:
     answer = swarm.peer(registered=False).send("GET", "/v1/log/checkpoint")
-    opened = open_envelope(
-        answer.body,
-        domain=CHECKPOINT_DOMAIN,
-        versions=(MESSAGE_VERSION,),
-        max_payload_bytes=4096,
-        signer=swarm.home.public_key,
-    )
-    return decode(Checkpoint, opened.payload, max_bytes=4096)
+    return open_checkpoint(answer.body, run_id=swarm.home.run_id, signer=swarm.home.public_key)
 
 
 def test_the_descriptor_is_the_runs(swarm: Swarm) -> None:
@@ -90,7 +80,7 @@ def test_a_receipt_is_provably_in_the_log(swarm: Swarm) -> None:
         index=receipt.log_index,
         size=checkpoint.size,
         proof=hashes,
-        root_hash=bytes.fromhex(checkpoint.root),
+        root_hash=checkpoint.root,
     )
     entry = decode(LogEntry, leaf, max_bytes=2**20)  # type: ignore[arg-type]
     assert isinstance(entry, VerdictEntry)
@@ -107,9 +97,9 @@ def test_the_log_extends_itself(swarm: Swarm) -> None:
     answer = peer.send("GET", f"/v1/log/consistency?first={before.size}&second={after.size}")
     merkle.verify_consistency(
         first=before.size,
-        first_root=bytes.fromhex(before.root),
+        first_root=before.root,
         second=after.size,
-        second_root=bytes.fromhex(after.root),
+        second_root=after.root,
         proof=[bytes.fromhex(text) for text in json.loads(answer.body)["hashes"]],
     )
 

@@ -23,10 +23,9 @@ from coordinator.lab.processes.local_http import get, get_json
 from coordinator.lab.processes.supervisor import Supervisor
 from node.protocol import merkle
 from node.protocol.admission import Outcome
-from node.protocol.messages import CHECKPOINT_DOMAIN, MESSAGE_VERSION, BatchEntry, Checkpoint, LogEntry, VerdictEntry
-from node.protocol.run import run_id_of
-from shardcast.envelope import open_envelope
-from shardcast.wire import decode
+from node.protocol.checkpoints import Checkpoint, open_checkpoint
+from node.protocol.messages import BatchEntry, LogEntry, VerdictEntry
+from node.protocol.run import open_descriptor
 
 STEPS = 6
 GROUPS_PER_STEP = 4
@@ -66,9 +65,9 @@ class Run:
 
     def checkpoint(self) -> Checkpoint:
         data = get(f"{self.swarm.coordinator_url}/v1/log/checkpoint", seconds=60.0)
-        opened = open_envelope(data, domain=CHECKPOINT_DOMAIN, versions=(MESSAGE_VERSION,), max_payload_bytes=4096)
-        assert run_id_of(opened.signer) == self.swarm.run_id
-        return decode(Checkpoint, opened.payload, max_bytes=4096)
+        told = get(f"{self.swarm.coordinator_url}/v1/run", seconds=60.0)
+        _, key = open_descriptor(told, run_id=self.swarm.run_id, now=0.0)
+        return open_checkpoint(data, run_id=self.swarm.run_id, signer=key)
 
     def leaves(self, size: int) -> list[bytes]:
         found: list[bytes] = []

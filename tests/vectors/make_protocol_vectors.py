@@ -36,6 +36,7 @@ from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judg
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest
 from node.protocol.chat import MAX_FORMAT_BYTES, ChatFormat
 from node.protocol.chat_formats import CHAT_FORMATS
+from node.protocol.checkpoints import Checkpoint, log_key, origin_of, seal_checkpoint
 from node.protocol.control import (
     AskChallenge,
     Authority,
@@ -71,6 +72,7 @@ from node.protocol.membership import (
     work_seed,
 )
 from node.protocol.merkle import completed_nodes, consistency_proof, inclusion_proof, leaf_hash, root
+from node.protocol.notes import KeyKind, VerifierKey, cosign_text, join_note, parse_note
 from node.protocol.peers import Address, Invitation, PeerRecord, peer_id_of, sign_peer
 from node.protocol.pools import candidates, first_candidate, slot_pool
 from node.protocol.reasons import Reason, Refusal
@@ -1116,12 +1118,19 @@ def log_vectors() -> dict[str, Any]:
             {"canonical": encode(entry).decode(), "leaf_hash": leaf_hash(encode(entry)).hex()}
             for entry in log_entries()
         ],
-        "checkpoint": seal(
-            encode(m.Checkpoint(run_id=RUN_ID, size=8, root=roots[8], issued_at=1_760_000_100)),
-            domain=m.CHECKPOINT_DOMAIN,
-            version=m.MESSAGE_VERSION,
-            key=_key(RUN_KEY),
-        ).hex(),
+        "log_key": str(log_key(RUN_ID, _key(RUN_KEY).public_key().public_bytes_raw())),
+        **_witnessed(Checkpoint(origin_of(RUN_ID), 8, bytes.fromhex(roots[8]))),
+    }
+
+
+def _witnessed(checkpoint: Checkpoint) -> dict[str, Any]:
+    name, key, at = "witness.example/w1", _key(b"\xc3" * 32), 1_760_000_100
+    verifier = VerifierKey(name, KeyKind.WITNESS, key.public_key().public_bytes_raw())
+    cosignature = cosign_text(checkpoint.text, name=name, key=key, at=at)
+    signed = parse_note(seal_checkpoint(checkpoint, key=_key(RUN_KEY)))
+    return {
+        "checkpoint": join_note(signed.text, [*signed.signatures, cosignature]).decode(),
+        "witness": {"key": str(verifier), "time": at},
     }
 
 

@@ -16,6 +16,16 @@ from benchmarks.fuzzing.targets.messages import DIGEST, NODE_KEY, NOW, OTHER_DIG
 from benchmarks.fuzzing.targets.messages import SPEC as PLAIN_SPEC
 from node.audit.log import LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
 from node.protocol.admission import Figures, Outcome, judge_rows
+from node.protocol.checkpoints import (
+    MAX_SUBMITTED_HASHES,
+    AddCheckpoint,
+    Checkpoint,
+    log_key,
+    open_witnessed,
+    origin_of,
+    parse_add_checkpoint,
+    seal_checkpoint,
+)
 from node.protocol.endpoints import LogProof
 from node.protocol.evidence import Total, Totals
 from node.protocol.merkle import (
@@ -28,10 +38,11 @@ from node.protocol.merkle import (
     verify_consistency,
     verify_inclusion,
 )
-from node.protocol.messages import BatchEntry, Checkpoint, PolicyEntry, Receipt, RunEntry, VerdictEntry
+from node.protocol.messages import BatchEntry, PolicyEntry, Receipt, RunEntry, VerdictEntry
+from node.protocol.notes import KeyKind, VerifierKey, cosign_text, join_note, parse_note
 from node.protocol.reasons import Reason
 from node.protocol.run import MAX_DESCRIPTOR_BYTES, HonestSpec, LevelSpec, LimitsSpec, RunSpec
-from shardcast.errors import Malformed
+from shardcast.errors import Malformed, PeerFault
 from shardcast.wire import Wire, encode
 
 NODE = NODE_KEY.public_key().public_bytes_raw().hex()
@@ -45,6 +56,8 @@ WRONG_FIGURES = Figures(**FIGURES | {"token_margin": 5.5})
 FINDING = judge_rows({0: Figures(**FIGURES), 1: WRONG_FIGURES}, limits=LIMITS)
 HASH_BYTES = len(EMPTY_ROOT)
 PLACE = struct.Struct(">QQ")
+SIGNED = Checkpoint(origin_of(RUN_ID), 23, bytes.fromhex(DIGEST))
+_DASH = "\n— ".encode()
 
 
 def _verdict(submission: str, slot: int, **changes: Any) -> VerdictEntry:
@@ -234,7 +247,35 @@ def _proof_reply(_: ExitStack) -> Harness:
 
 
 def _checkpoint(_: ExitStack) -> Harness:
-    return message(Checkpoint, Checkpoint(run_id=RUN_ID, size=23, root=DIGEST, issued_at=NOW))
+    """Feed notes, of which log and witness are known. What opens must be what was signed, and come back as it was."""
+    note, log, witness = _witnessed()
+
+    def run(data: bytes) -> None:
+        opened = open_witnessed(data, log=log, witnesses=[witness])
+        assert opened.checkpoint == SIGNED, "a checkpoint that nobody signed"
+        assert opened.note.encode() == data, "a note with a second spelling"
+
+    return Harness([note, note.replace(b"w1", b"w2")], run, (PeerFault,), bytes_mutator(b"\n", b"\n\n", _DASH, b" "))
+
+
+def _witnessed() -> tuple[bytes, VerifierKey, VerifierKey]:
+    log = log_key(RUN_ID, NODE_KEY.public_key().public_bytes_raw())
+    witness = VerifierKey("witness.example/w1", KeyKind.WITNESS, log.public_key)
+    signed = parse_note(seal_checkpoint(SIGNED, key=NODE_KEY))
+    cosignature = cosign_text(signed.text, name=witness.name, key=NODE_KEY, at=NOW)
+    return join_note(signed.text, [*signed.signatures, cosignature]), log, witness
+
+
+def _add_checkpoint(_: ExitStack) -> Harness:
+    """Feed requests to a witness. What is read must come back as it was."""
+
+    def run(data: bytes) -> None:
+        request = parse_add_checkpoint(data)
+        assert request.encode() == data, "a request with a second spelling"
+
+    note, _, _ = _witnessed()
+    seeds = [AddCheckpoint(0, (), note).encode(), AddCheckpoint(6, (EMPTY_ROOT,) * MAX_SUBMITTED_HASHES, note).encode()]
+    return Harness(seeds, run, (Malformed,), bytes_mutator(b"\n", b"old ", b"A" * 43 + b"="))
 
 
 def _receipt(_: ExitStack) -> Harness:
@@ -265,5 +306,6 @@ TARGETS = (
     Target("log.consistency", "a run's coordinator, to an auditor", 60, _consistency),
     Target("log.proof_reply", "a run's coordinator, to an auditor", 30, _proof_reply),
     Target("log.checkpoint", "a run's coordinator, to an auditor", 30, _checkpoint),
+    Target("log.add_checkpoint", "whoever reaches a witness", 30, _add_checkpoint),
     Target("log.receipt", "a run's coordinator, to a worker", 30, _receipt),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
@@ -25,7 +24,12 @@ async def blob(service: ServiceDep, name: str) -> Response:
 
 @route(router, endpoints.LOG_CHECKPOINT)
 def checkpoint(service: ServiceDep) -> Response:
-    return respond_bytes(endpoints.LOG_CHECKPOINT, service.coordinator.checkpoint(now=time.time()))
+    return respond_bytes(endpoints.LOG_CHECKPOINT, service.coordinator.checkpoint())
+
+
+@route(router, endpoints.LOG_WITNESSED)
+async def witnessed(service: ServiceDep) -> Response:
+    return respond_bytes(endpoints.LOG_WITNESSED, service.coordinator.witnessed())
 
 
 @route(router, endpoints.LOG_ENTRIES)

@@ -83,7 +83,7 @@ def actors(tmp_path: Path, database_url: str | None) -> Iterator[Actors]:
     assert actors.assign() == 0
     actors.publish(1)
     actors.work("b")
-    Coordinator(actors.home, key=RUN_KEY).checkpoint(now=actors.now)
+    Coordinator(actors.home, key=RUN_KEY).checkpoint()
     yield actors
     actors.home.database.close()
 

@@ -34,7 +34,6 @@ from node import cli
 from node.keys.identity import write_key
 from node.protocol.admission import Outcome
 from node.protocol.run import parse_run_toml
-from shardcast.wire import encode
 
 TOML = small_run_toml("start", steps=12, groups_per_step=2)
 
@@ -155,7 +154,7 @@ def of_process(actors: SigningActors, state: Path) -> KeptHistory:
 
 
 def test_a_rolled_back_database_is_refused_before_anything_is_signed(actors: SigningActors, tmp_path: Path) -> None:
-    rolled_back(actors, tmp_path, lambda: Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0))
+    rolled_back(actors, tmp_path, lambda: Coordinator(actors.home, key=RUN_KEY).checkpoint())
     before = (tmp_path / "run" / PUBLISHED).read_bytes()
     for role in ("coordinator", "verifier", "trainer"):
         said = refused(role, tmp_path)
@@ -178,14 +177,14 @@ def test_a_verifier_or_trainer_that_saw_more_refuses_though_the_data_folder_is_o
 
 def test_a_database_that_went_on_from_an_older_copy_is_refused(actors: SigningActors, tmp_path: Path) -> None:
     """As many entries, and others."""
-    rolled_back(actors, tmp_path, lambda: Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0))
+    rolled_back(actors, tmp_path, lambda: Coordinator(actors.home, key=RUN_KEY).checkpoint())
     for _ in range(3):
         actors.work("a", Outcome.REJECTED)
     assert "has another history" in refused("verifier", tmp_path)
 
 
 def test_an_empty_database_beside_a_published_log_begins_no_new_one(actors: SigningActors, tmp_path: Path) -> None:
-    Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0)
+    Coordinator(actors.home, key=RUN_KEY).checkpoint()
     actors.home.database.close()
     for path in (tmp_path / "run").glob("swarmproof.sqlite3*"):
         path.unlink()
@@ -196,7 +195,7 @@ def test_a_rollback_that_the_operator_accepts_is_on_record(actors: SigningActors
     state = tmp_path / "verifier"
 
     def keep() -> None:
-        Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0)
+        Coordinator(actors.home, key=RUN_KEY).checkpoint()
         of_process(actors, state).keep_current(actors.home.database)
 
     rolled_back(actors, tmp_path, keep)
@@ -238,17 +237,17 @@ def test_an_older_checkpoint_never_replaces_a_newer_one(actors: SigningActors, t
     """Requests overtake each other, and two APIs may share a folder."""
     mine, other = of_process(actors, tmp_path / "v"), of_process(actors, tmp_path / "v")
     with actors.home.database.read() as connection:
-        old = current_checkpoint(connection, run_id=actors.home.run_id, now=1.0)
+        old = current_checkpoint(connection, run_id=actors.home.run_id)
     actors.work("b")
     mine.keep_current(actors.home.database)
     newest = mine.load()
-    other.keep(old, encode(old))
-    mine.keep(old, encode(old))
+    other.keep(old, old.text)
+    mine.keep(old, old.text)
     assert mine.load() == newest != old
 
 
 def test_an_honest_run_starts(actors: SigningActors, tmp_path: Path) -> None:
-    Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0)
+    Coordinator(actors.home, key=RUN_KEY).checkpoint()
     assert actors.assign() == 0
     actors.publish(1)
     actors.work("b", Outcome.REJECTED)
@@ -268,7 +267,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_state_is_refused_at_the_start(actors: SigningActors, tmp_path: Path, name: str) -> None:
-    Coordinator(actors.home, key=RUN_KEY).checkpoint(now=2000.0)
+    Coordinator(actors.home, key=RUN_KEY).checkpoint()
     statement, named = CHANGES[name]
     with actors.home.database.write() as connection:
         connection.execute(statement)

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +24,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
 from sqlalchemy import delete, update
 from verifying import InMemory, Part, drawn
+from witnessing import witnessing
 
 from coordinator.app import create_app
 from coordinator.run.history import PUBLISHED
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
+from coordinator.run.witnesses import witnessing_thread
 from coordinator.storage import log
 from coordinator.storage.blobs import BlobStore
 from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.relays import RegisteredRelay, put_relay
 from coordinator.storage.schema import log_entries, log_nodes
 from node.audit.auditor import run_audit
+from node.audit.witnesses import WitnessRule
+from node.client.witness import WitnessAddress
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.environments import load_environment
@@ -43,6 +47,7 @@ from node.keys.identity import node_id
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judge_group
+from node.protocol.checkpoints import log_key, open_witnessed
 from node.protocol.evidence import Drift, Total, Totals, follow
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RequestClaim, VerdictEntry
 from node.protocol.reasons import Reason
@@ -222,17 +227,19 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
 
 
 @contextmanager
-def serving(folder: Path, *relays: str) -> Iterator[str]:
-    """The real service over the run in `folder`."""
+def serving(folder: Path, *relays: str, witnesses: Sequence[WitnessAddress] = ()) -> Iterator[str]:
+    """The real service over the run in `folder`, which asks its witnesses."""
     home = create_home(folder, public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
-    app = create_app(Coordinator(home, key=KEY, relay_urls=relays))
+    coordinator = Coordinator(home, key=KEY, relay_urls=relays)
+    app = create_app(coordinator)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         while not server.started:
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        with witnessing_thread(coordinator, witnesses):
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()
@@ -635,6 +642,82 @@ def test_a_log_that_grew_agrees(run: Audited, audit: Callable[..., Outcomes], tm
     outcome = remember_then_audit(run, audit, forged(run, tmp_path / "forged", lambda entries: entries + more))
     assert (outcome.code, outcome.problems) == (0, [])
     assert (outcome.report["previous_checkpoint"]["size"], outcome.report["checkpoint"]["size"]) == (10, 11)
+
+
+LOG_KEY = log_key(RUN, KEY.public_key().public_bytes_raw())
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.run.witnesses.ROUND_SECONDS", 0.05)
+    monkeypatch.setattr("node.audit.witnesses.POLL_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_log_is_audited_as_far_as_witnesses_have_signed_it(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    """Two of three sign; the third is away, and holds up neither the run nor an auditor who can do without it."""
+    with (
+        witnessing(tmp_path / "w1", [LOG_KEY], name="w1") as first,
+        witnessing(tmp_path / "w2", [LOG_KEY], name="w2") as second,
+        witnessing(tmp_path / "w3", [], name="w3") as strange,
+        serving(run.home, witnesses=[first, second, strange]) as url,
+    ):
+        known = tuple(WitnessAddress(one.key, None) for one in (first, second, strange))
+        enough = audit(url, all_=False, sample=0, witnesses=WitnessRule(known, 2))
+        lacking = audit(url, all_=False, sample=0, witnesses=WitnessRule(known, 3, patience_seconds=0.5))
+        with urlopen(f"{url}/v1/log/witnessed") as reply:
+            note = open_witnessed(reply.read(), log=LOG_KEY, witnesses=[one.key for one in known])
+    assert (enough.code, enough.problems) == (0, [])
+    assert [one["covers"] for one in enough.report["witnesses"]["of"]] == [True, True, False]
+    assert (lacking.code, lacking.report["outcome"], lacking.problems) == (2, "incomplete", [])
+    assert [one["name"] for one in lacking.report["witnesses"]["of"] if not one["covers"]] == ["w3"]
+    assert (note.checkpoint.size, set(note.witnesses)) == (10, {first.key, second.key})
+
+
+@pytest.mark.usefixtures("often")
+def test_two_auditors_who_share_a_witness_catch_an_operator_of_two_histories(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    """Neither has audited before, and each log is sound in itself. One may not know where the witness is."""
+    alter = with_entry(run.UNREADABLE, detail="It never was.")
+    other = forged(run, tmp_path / "forged", lambda entries: [*alter(entries), BatchEntry(step=1, submissions=())])
+    settings = {"all_": False, "sample": 0}
+    with witnessing(tmp_path / "w1", [LOG_KEY]) as witness:
+        away = WitnessRule((WitnessAddress(witness.key, None),), 1, patience_seconds=1.0)
+        with serving(run.home, witnesses=[witness]) as url:
+            first = audit(url, state_dir=tmp_path / "first", witnesses=WitnessRule((witness,), 1), **settings)
+        with serving(other, witnesses=[witness]) as url:
+            second = audit(url, state_dir=tmp_path / "second", witnesses=WitnessRule((witness,), 1), **settings)
+            alone = audit(url, state_dir=tmp_path / "third", witnesses=away, **settings)
+            trusting = audit(url, state_dir=tmp_path / "fourth", **settings)
+    assert (first.code, first.problems) == (0, [])
+    assert (second.code, second.problems) == (1, [("log_forked", None)])
+    assert (alone.code, alone.problems, alone.report["witnesses"]["has_quorum"]) == (2, [], False)
+    assert trusting.code == 0, "without a witness nothing is amiss: the test would prove nothing"
+    (evidence,) = (tmp_path / "second").glob("evidence-*")
+    sizes = [
+        open_witnessed((evidence / f"{name}.checkpoint").read_bytes(), log=LOG_KEY).checkpoint.size
+        for name in ("first", "second")
+    ]
+    assert sizes == [11, 10], "both are signed by the run"
+    assert not list((tmp_path / "second").glob("*.checkpoint")), "the lie is not what is remembered"
+
+
+@pytest.mark.usefixtures("often")
+def test_a_log_that_is_behind_its_witness_is_found(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    """A database restored from an older copy, which goes on: its operator can no longer prove what it signed."""
+    short = forged(run, tmp_path / "forged", lambda entries: entries[:-1])
+    with witnessing(tmp_path / "w1", [LOG_KEY]) as witness:
+        rule = WitnessRule((witness,), 1)
+        with serving(run.home, witnesses=[witness]) as url:
+            assert audit(url, all_=False, sample=0, witnesses=rule, state_dir=tmp_path / "first").code == 0
+        with serving(short) as url:
+            outcome = audit(url, all_=False, sample=0, witnesses=rule, state_dir=tmp_path / "second")
+    assert (outcome.code, outcome.problems) == (1, [("log_forked", None)])
 
 
 def test_entries_that_the_checkpoint_does_not_sign_are_found(

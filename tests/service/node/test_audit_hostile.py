@@ -17,10 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
 from node.audit.auditor import run_audit
-from node.protocol.messages import CHECKPOINT_DOMAIN, MESSAGE_VERSION, Checkpoint
+from node.protocol.checkpoints import Checkpoint, origin_of
+from node.protocol.notes import join_note, sign_text
 from node.protocol.run import EnvironmentSpec, RunSpec, run_id_of
-from shardcast.envelope import seal
-from shardcast.wire import encode
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 RUN = run_id_of(KEY.public_key().public_bytes_raw())
@@ -39,9 +38,9 @@ def genuine(tmp_path: Path) -> Bodies:
     return {"/v1/run": descriptor, "/v1/log/checkpoint": checkpoint(ENTRIES)}
 
 
-def checkpoint(size: int, *, key: Ed25519PrivateKey = KEY, **changes: str) -> bytes:
-    value = Checkpoint(**({"run_id": RUN, "size": size, "root": "ab" * 32, "issued_at": int(time.time())} | changes))
-    return seal(encode(value), domain=CHECKPOINT_DOMAIN, version=MESSAGE_VERSION, key=key)
+def checkpoint(size: int, *, key: Ed25519PrivateKey = KEY, run_id: str = RUN) -> bytes:
+    text = Checkpoint(origin_of(run_id), size, b"\xab" * 32).text
+    return join_note(text, [sign_text(text, name=origin_of(RUN), key=key)])
 
 
 @contextmanager

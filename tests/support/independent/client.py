@@ -14,7 +14,7 @@ from .broadcast import Publications, Sources
 from .descriptor import MAX_BYTES, Descriptors
 from .evidence import Judge, expected_of
 from .http_api import KIB, MIB, Reply, Signer, send
-from .log import leaf_hash, open_signed, root_of, verify_consistency, verify_inclusion
+from .log import leaf_hash, open_receipt, root_of, verify_consistency, verify_inclusion
 from .measure import Model
 from .messages import (
     EMPTY,
@@ -27,6 +27,7 @@ from .messages import (
     RELAY_LIST,
     SUBMISSION_REPLY,
 )
+from .notes import open_checkpoint
 from .policy import Policy, read_policy
 from .proofs import prove
 from .sampling import choose, chunks_of, context_of, log_probability
@@ -216,7 +217,7 @@ class Client:
 
     def check_receipt(self, envelope: bytes, submission: str) -> dict[str, Any]:
         """Return a receipt of this node's submission, signed by the run."""
-        receipt = open_signed(envelope, "swarmproof/receipt", self.run_id, self.descriptors.run_key)
+        receipt = open_receipt(envelope, self.run_id, self.descriptors.run_key)
         if (receipt["submission"], receipt["node"]) != (submission, self.signer.node):
             raise Refused("bad_receipt", "of another submission")
         return receipt
@@ -233,10 +234,10 @@ class Client:
         reply = decode(HASHES, self.get(path).expect(200), max_bytes=MAX_MESSAGE)
         return [bytes.fromhex(one) for one in reply["hashes"]]
 
-    def see_checkpoint(self, envelope: bytes | None = None) -> dict[str, Any]:
+    def see_checkpoint(self, note: bytes | None = None) -> dict[str, Any]:
         """Take the newest checkpoint, once it is shown to extend the last one that was seen."""
-        envelope = envelope or self.get("/v1/log/checkpoint").expect(200)
-        new = open_signed(envelope, "swarmproof/checkpoint", self.run_id, self.descriptors.run_key)
+        note = note or self.get("/v1/log/checkpoint").expect(200)
+        new = open_checkpoint(note, self.run_id, self.descriptors.run_key)
         old = self.checkpoint
         if old is not None:
             sizes = old["size"], new["size"]

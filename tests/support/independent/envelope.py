@@ -26,7 +26,6 @@ VERSIONS = {
     "swarmproof/control-reply": 1,
     "swarmproof/request": 1,
     "swarmproof/receipt": 1,
-    "swarmproof/checkpoint": 1,
     "shardcast/head": 1,
     "shardcast/manifest": 2,
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .envelope import open_envelope
-from .messages import CHECKPOINT, RECEIPT
+from .messages import RECEIPT
 from .values import Refused, decode
 
 MAX_PROOF = 64
@@ -82,11 +82,10 @@ def verify_consistency(first: int, second: int, old_root: bytes, new_root: bytes
         raise Refused("inconsistent", "two histories")
 
 
-def open_signed(envelope: bytes, domain: str, run_id: str, run_key: str) -> dict[str, Any]:
-    """Return the Checkpoint or Receipt in an envelope of the run's key, for this run."""
-    kind = {"swarmproof/checkpoint": CHECKPOINT, "swarmproof/receipt": RECEIPT}[domain]
-    opened = open_envelope(envelope, domain, max_payload_bytes=64 * 1024, signer=run_key)
-    value = decode(kind, opened.payload, max_bytes=64 * 1024)
+def open_receipt(envelope: bytes, run_id: str, run_key: str) -> dict[str, Any]:
+    """Return the Receipt in an envelope of the run's key, for this run."""
+    opened = open_envelope(envelope, "swarmproof/receipt", max_payload_bytes=64 * 1024, signer=run_key)
+    value = decode(RECEIPT, opened.payload, max_bytes=64 * 1024)
     if value["run_id"] != run_id:
         raise Refused("wrong_run")
     return value

@@ -374,7 +374,6 @@ ENTRY = OneOf(
         ),
     },
 )
-CHECKPOINT = Record({"run_id": DIGEST, "size": COUNT, "root": DIGEST, "issued_at": COUNT})
 RECEIPT = Record(
     {
         "run_id": DIGEST,

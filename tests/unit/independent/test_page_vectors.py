@@ -18,8 +18,9 @@ from independent.control import challenge_slot
 from independent.datasets import content_id, is_held_out, prompts_of, read_dataset
 from independent.descriptor import Descriptors, run_id_of
 from independent.envelope import Opened, open_envelope
-from independent.log import leaf_hash, open_signed, root_of, verify_consistency, verify_inclusion
+from independent.log import leaf_hash, root_of, verify_consistency, verify_inclusion
 from independent.messages import STATISTICS
+from independent.notes import open_checkpoint, vkey
 from independent.peers import peer_id, read_address, read_join
 from independent.proofs import from_bfloat16, prove
 from independent.sampling import TABLE, Turns, choose, chunks_of, context_of, index_of, noise, philox
@@ -306,8 +307,17 @@ def test_the_log() -> None:
         data = case["canonical"].encode()
         assert encode(messages.ENTRY, decode(messages.ENTRY, data, max_bytes=2**20)) == data
         assert leaf_hash(data).hex() == case["leaf_hash"]
-    checkpoint = bytes.fromhex(cases["checkpoint"])
-    assert open_signed(checkpoint, "swarmproof/checkpoint", run["run_id"], run["run_public_key"])["size"] == 8
+    note, witness = cases["checkpoint"].encode(), cases["witness"]
+    opened = open_checkpoint(note, run["run_id"], run["run_public_key"], witnesses=[witness["key"]])
+    assert (opened["size"], opened["root"], opened["witnesses"]) == (
+        8,
+        roots[8].hex(),
+        {witness["key"]: witness["time"]},
+    )
+    assert vkey("swarmproof/" + run["run_id"], 1, run["run_public_key"]) == cases["log_key"]
+    for spoilt in (note.replace(b"\n8\n", b"\n9\n"), note.replace(b" w", b"  w"), note[:-1]):
+        with pytest.raises(Refused):
+            open_checkpoint(spoilt, run["run_id"], run["run_public_key"])
 
 
 def test_peers_and_control() -> None:

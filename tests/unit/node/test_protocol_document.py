@@ -177,7 +177,7 @@ def test_the_fields_of_what_is_signed_are_documented_in_wire_order(cls: type[msg
     assert [name for name in names if name in fields] == fields
 
 
-SHORT = [Head, messages.Checkpoint, messages.Receipt, Finding, PolicyHead, peers.PeerRecord, control.Authority]
+SHORT = [Head, messages.Receipt, Finding, PolicyHead, peers.PeerRecord, control.Authority]
 SHORT += [membership.Invite]
 
 
@@ -232,7 +232,6 @@ SIGNED = [
     (membership.INVITE_DOMAIN, membership.INVITE_VERSION),
     (messages.REQUEST_DOMAIN, messages.MESSAGE_VERSION),
     (messages.RECEIPT_DOMAIN, messages.MESSAGE_VERSION),
-    (messages.CHECKPOINT_DOMAIN, messages.MESSAGE_VERSION),
 ]
 
 

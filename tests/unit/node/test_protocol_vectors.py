@@ -17,7 +17,9 @@ from blake3 import blake3
 from locations import VECTORS_FOLDER
 
 from node.protocol import control, messages
-from node.protocol.messages import CHECKPOINT_DOMAIN, MESSAGE_VERSION, Checkpoint, LogEntry
+from node.protocol.checkpoints import log_key, open_witnessed
+from node.protocol.messages import LogEntry
+from node.protocol.notes import KeyKind, parse_key
 from node.protocol.peers import open_peer, parse_address, parse_join
 from node.protocol.requests import open_claim, read_authorization
 from node.protocol.run import RunSpec, open_descriptor, run_id_of
@@ -424,14 +426,14 @@ def test_the_log_vectors_decode() -> None:
     vector = load("log")
     kinds = [type(decode(LogEntry, e["canonical"].encode(), max_bytes=10_000)).__name__ for e in vector["entries"]]
     assert kinds == ["RunEntry", "PolicyEntry", *["VerdictEntry"] * 3, "BatchEntry"]
-    opened = open_envelope(
-        bytes.fromhex(vector["checkpoint"]),
-        domain=CHECKPOINT_DOMAIN,
-        versions=(MESSAGE_VERSION,),
-        max_payload_bytes=1000,
-        signer=bytes.fromhex(load("run")["run_public_key"]),
+    run = load("run")
+    log, witness = log_key(run["run_id"], bytes.fromhex(run["run_public_key"])), vector["witness"]
+    assert (str(log), log.name) == (vector["log_key"], f"swarmproof/{run['run_id']}")
+    signed = open_witnessed(
+        vector["checkpoint"].encode(), log=log, witnesses=[parse_key(witness["key"], KeyKind.WITNESS)]
     )
-    assert decode(Checkpoint, opened.payload, max_bytes=1000).root == vector["roots"][8]
+    assert (signed.checkpoint.size, signed.checkpoint.root.hex()) == (8, vector["roots"][8])
+    assert list(signed.witnesses.values()) == [witness["time"]]
 
 
 class TerminalOfThePage:
