@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from transformers.masking_utils import sdpa_mask
 from node.policy.attention import layer_masks
 from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import Policy
+from node.sampling.transfers import to_device
 
 GROUPED = "swarmproof_grouped"
 
@@ -61,10 +63,10 @@ class Decoder:
         if not tokens:
             return self._no_states()
         width = max(self._lengths) + 1
-        ends = torch.tensor(self._lengths, device=self._device)
+        ends = to_device(np.array(self._lengths), self._device)
         self._cache.extend(ends, width=width)
         hidden = self._forward(
-            torch.tensor(tokens, device=self._device)[:, None],
+            to_device(np.array(tokens), self._device)[:, None],
             columns=width,
             position_ids=ends[:, None],
             cache=self._cache,

@@ -121,9 +121,9 @@ def _counters(
 
 def _scale(logits: Tensor, temperature: float) -> Tensor:
     """Compute logits / temperature, rounded once. CUDA would multiply by a scalar's reciprocal, but divides by a
-    tensor.
+    tensor; one that is filled there, as a copy from the host would wait for the device.
     """
-    return logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
+    return logits / torch.full((), temperature, dtype=torch.float32, device=logits.device)
 
 
 def _scaled_logits_of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.lagging import counted_waits
 from node.cli import main
 from node.commands import engine_options
 from node.engines import torch_decoder
@@ -116,15 +117,22 @@ class OneDevice(TorchDispatchMode):
 
 
 @torch.inference_mode()
-def test_a_decoder_computes_where_its_policy_is(tiny_policy_path):
+def test_a_decoder_computes_where_its_policy_is_and_its_steps_wait_for_no_copy(tiny_policy_path):
     """A tensor left on the CPU would end the engine at its first step on a GPU."""
+
+    def step(tokens):
+        with counted_waits() as waits:
+            states = decoder.step(tokens)
+        assert not waits
+        return states
+
     loaded = load_policy(tiny_policy_path, dtype=torch.bfloat16)
     policy = replace(loaded, model=loaded.model.to("meta"))
     with OneDevice():
         decoder = Decoder(policy, columns=16)
-        found = [decoder.join([(3, 4, 5), (3, 4, 5), (7, 8)]), decoder.step([1, 2, 3])]
+        found = [decoder.join([(3, 4, 5), (3, 4, 5), (7, 8)]), step([1, 2, 3])]
         assert decoder.leave([True, False, False]) == [2, 1]
-        found += [decoder.step([1, 2]), decoder.join([(5,)]), decoder.step([6, 7, 8])]
+        found += [step([1, 2]), decoder.join([(5,)]), step([6, 7, 8])]
     assert {(one.device.type, one.dtype) for one in found} == {("meta", torch.bfloat16)}
     assert [len(one) for one in found] == [3, 3, 2, 1, 3]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from operator import methodcaller
 
 import numpy as np
 import pytest
@@ -16,13 +16,12 @@ import torch
 from recording import CPU, HIDDEN, PROOFS, SPAN, VOCABULARY, Model, assert_same, expected, seed_of, step
 from torch import Tensor
 
+from benchmarks.lagging import META, counted_waits, cuda_sampling_on_meta
 from node.engines import recorder as recorder_module
 from node.engines.recorder import DecodeRow, Recorder
 from node.engines.streams import Taken
-from node.sampling import transfers
+from node.sampling import forced, transfers
 from node.sampling.types import Choice
-
-META = torch.device("meta")
 
 
 class Late:
@@ -61,32 +60,28 @@ def test_what_a_lagging_device_computes_is_waited_for_on_every_way_to_a_proof() 
     assert streams.handed_over == 4
 
 
-def test_a_step_on_a_device_waits_for_no_copy(no_waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampling", ["none", "cuda"])
+def test_a_step_on_a_device_waits_for_no_copy(sampling: str, no_waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that join, that nobody wants, that leave, whose chunk is full, and whose policy changes."""
+    if sampling == "cuda":
+        pytest.importorskip("node.sampling.cuda", exc_type=ImportError)
     proved: list[int] = []
     monkeypatch.setattr(recorder_module, "_complete_chunks", lambda chunks, _taken, **_: proved.append(len(chunks)))
+    chooses = forced.choose if sampling == "cuda" else choose_anything
     recorder = Recorder(
-        hidden=HIDDEN, proofs=PROOFS, temperature=0.7, version=7, device=META, choose=choose_anything, streams=Late()
+        hidden=HIDDEN, proofs=PROOFS, temperature=0.7, version=7, device=META, choose=chooses, streams=Late()
     )
-    for position in range(2 * SPAN + 1):
-        recorder.version = 7 if position < SPAN + 2 else 8
-        names = ["a", "b", None, "c"] if position % 2 else ["a", "b", "c"]
-        rows = [name and DecodeRow(name, seed_of(name), position) for name in names]
-        recorder.begin(rows, torch.empty(len(rows), HIDDEN, device=META))
-        recorder.sample(torch.empty(len(rows), VOCABULARY, device=META))
-        recorder.end()
+    with cuda_sampling_on_meta() if sampling == "cuda" else contextlib.nullcontext():
+        for position in range(2 * SPAN + 1):
+            recorder.version = 7 if position < SPAN + 2 else 8
+            names = ["a", "b", None, "c"] if position % 2 else ["a", "b", "c"]
+            rows = [name and DecodeRow(name, seed_of(name), position) for name in names]
+            recorder.begin(rows, torch.empty(len(rows), HIDDEN, device=META))
+            recorder.sample(torch.empty(len(rows), VOCABULARY, device=META))
+            recorder.end()
     recorder.drop(["a", "b", "c"])
     recorder.collect([])
     assert proved == [3, 3], "one full chunk each, and one that the other policy cut"
-
-
-def test_the_gpus_sampling_waits_for_no_copy(no_waiting: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = pytest.importorskip("node.sampling.cuda", exc_type=ImportError)
-    monkeypatch.setattr(cuda, "_blocks", {(2, 1): lambda *_, **__: None})
-    monkeypatch.setattr(cuda, "_table", lambda _: None)
-    seeds, positions = np.zeros((2, 4), np.uint32), np.zeros(2, np.uint32)
-    peaks = cuda.peaks(torch.empty(2, VOCABULARY, device=META), seeds, positions, 1.0)
-    assert peaks.tokens.device == META
 
 
 def choose_anything(
@@ -97,56 +92,31 @@ def choose_anything(
 
 
 @pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every operation fail that waits for a device, for which "meta" stands, as reading a tensor of its does.
-
-    A meta tensor has no values: `item`, `tolist`, `nonzero`, `cpu` and whatever is built on them raise by themselves.
-    """
-    pinned = set[int]()
-
-    def pin(tensor: Tensor) -> Tensor:
-        copy = tensor.clone()
-        pinned.add(copy.data_ptr())
-        return copy
-
-    def to(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def checked(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
-            moved = original(tensor, *arguments, **options)
-            if moved.device == META and tensor.device == CPU:
-                assert options.get("non_blocking"), "a copy that waits for the device"
-                assert tensor.data_ptr() in pinned, "a copy from memory that is not pinned waits for the device"
-            return moved
-
-        return checked
-
-    def tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def checked(*arguments: Any, **options: Any) -> Tensor:
-            made = original(*arguments, **options)
-            assert made.device == CPU, "a copy from memory that is not pinned waits for the device"
-            return made
-
-        return checked
-
-    monkeypatch.setattr(Tensor, "pin_memory", pin)
-    monkeypatch.setattr(Tensor, "to", to(Tensor.to))
-    for name in ("tensor", "as_tensor"):
-        monkeypatch.setattr(torch, name, tensor(getattr(torch, name)))
+def no_waiting() -> Iterator[None]:
+    """Fail a test of which an operation waits for the device, for which "meta" stands."""
+    with counted_waits() as waits:
+        yield
+    assert not waits, "a step waits for the device"
 
 
-def test_the_check_finds_what_waits(no_waiting: None) -> None:
+def test_the_check_finds_what_waits() -> None:
     """Otherwise the tests above could not fail."""
     states = torch.empty(3, device=META)
-    waits: list[Callable[[], object]] = [
-        states.tolist,
-        states.cpu,
-        states.nonzero,
-        states[0].item,
-        lambda: bool(states.isfinite().all()),
-        lambda: torch.tensor([1], device=META),
-        lambda: torch.zeros(1).to(META),
-        lambda: torch.zeros(1).to(META, non_blocking=True),
+    waits: list[Callable[[Tensor], object]] = [
+        methodcaller("tolist"),
+        methodcaller("cpu"),
+        lambda tensor: tensor[0].item(),
+        lambda tensor: bool(tensor.isfinite().all()),
+        lambda _: torch.tensor([1], device=META),
+        lambda _: torch.zeros(1).to(META),
+        lambda _: torch.zeros(1).to(META, non_blocking=True),
     ]
     for wait in waits:
-        with pytest.raises((AssertionError, NotImplementedError, RuntimeError)):
-            wait()
-    assert transfers.to_device(np.zeros(3), META).device == META
+        with counted_waits() as found:
+            wait(states)
+        assert len(found) == 1
+    with counted_waits() as found, pytest.raises((NotImplementedError, RuntimeError)):
+        states.nonzero()
+    with counted_waits() as found:
+        assert transfers.to_device(np.zeros(3), META).device == META
+    assert not found
