@@ -108,6 +108,13 @@ CASES = {
         "tokens_per_s_c1 tokens_per_s_c16 tokens_per_s_c64 proofs_on_over_off_c64",
         needs=["vllm"],
     ),
+    "gpu_ready": Case(
+        f"{ENGINE} --rounds 1 --engine torch",
+        """blocking_copies_per_step engine_waits_per_step bytes_moved_per_token_share proofs_on_over_off_c64
+        proofs_on_over_greedy_c64_torch""",
+        needs=["triton"],
+        equal={"blocking_copies_per_step": 0, "engine_waits_per_step": 1},
+    ),
     "head": Case(
         "--tokens-whole 256",
         """chunked_head_extra_gib chunked_head_extra_gib_entropy whole_head_extra_gib head_vs_whole
