@@ -32,9 +32,9 @@ IMPORTS = {
     ],
 }
 WITHOUT = {
-    "base": {"fastapi", "numba", "plotly", "pyarrow", "sqlalchemy", "torch", "transformers"},
-    "worker": {"fastapi", "plotly", "pyarrow", "sqlalchemy"},
-    "audit": {"fastapi", "plotly", "pyarrow", "sqlalchemy"},
+    "base": {"fastapi", "numba", "pyarrow", "sqlalchemy", "torch", "transformers"},
+    "worker": {"fastapi", "pyarrow", "sqlalchemy"},
+    "audit": {"fastapi", "pyarrow", "sqlalchemy"},
     "operator": {"pyarrow"},
 }
 
