@@ -119,7 +119,7 @@ class _Maker:
         judged = {"submission": name, "lease": name, "slot_id": slot, "node": node, "request": name, "body": name}
         judged |= {"body_bytes": 1, "received_at": 1.0, "state": "done", "outcome": "admitted", "detail": ""}
         rows["submissions"].append(judged | {"tokens": 100, "log_index": at, "decided_at": float(number)})
-        rows["groups"].append({"slot_id": slot, "submission": name, "blob": name, "reward_mean": 0.5})
+        rows["groups"].append({"slot_id": slot, "submission": name, "blob": name, "reward_mean": 0.5, "signal": True})
 
     def batch(self, step: int) -> None:
         self.entry(BatchEntry(step=step, submissions=tuple(entry.submission for entry in self._verdicts)))

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed, scramble
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.targets.messages import DIGEST, NOW, RUN_ID, RUN_KEY, same
-from node.client.http import valid_urls
 from node.protocol.endpoints import MAX_RELAY_LIST_BYTES
 from node.protocol.messages import RelayList
 from shardcast import FraudProof, check_fraud_proof, wire
@@ -42,6 +41,7 @@ from shardcast.manifest import (
     seal_manifest,
 )
 from shardcast.trust import Seen, TrustedState
+from shardcast.urls import valid_sources
 
 PUBLIC_KEY = RUN_KEY.public_key().public_bytes_raw()
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(b"\3" * 32)
@@ -217,11 +217,11 @@ def _relay_list(_: ExitStack) -> Harness:
 
     def run(data: bytes) -> int:
         listed = same(RelayList, data, max_bytes=MAX_RELAY_LIST_BYTES)
-        sound = valid_urls(listed.relays)
+        sound = valid_sources(listed.relays)
         # A LocalFault here would end a worker for what a stranger has announced.
         sources = Sources(sound)
         assert len(sources.urls) <= len(sound)
-        stripes = tuple(valid_urls(each) for each in listed.stripes)
+        stripes = tuple(valid_sources(each) for each in listed.stripes)
         sources.set_urls(sound, stripes=stripes)
         assert 1 <= sources.stripes <= max(1, len(stripes))
         return len(sources.urls)
