@@ -27,6 +27,7 @@ from coordinator.storage import log
 from coordinator.storage.accounts import LogAccounts
 from coordinator.storage.log_tree import LogTree
 from coordinator.storage.schema import (
+    deliveries,
     groups,
     leases,
     log_entries,
@@ -48,7 +49,10 @@ from shardcast.wire import digest, encode
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 GROUPS, NODES = 64, 100
 FIGURES = Figures(**dict.fromkeys(Figures.__struct_fields__, 0.0))
-TABLES = {table.name: table for table in (nodes, policies, slots, leases, submissions, groups, steps, verdict_tallies)}
+TABLES = {
+    table.name: table
+    for table in (nodes, policies, slots, leases, submissions, groups, steps, verdict_tallies, deliveries)
+}
 
 
 def _spec() -> RunSpec:
@@ -139,6 +143,8 @@ class _Maker:
         for key, columns in made["verdict_tallies"].items():
             named = dict(zip(("width", "start", "kind", "outcome", "reason"), key, strict=True))
             self._rows["verdict_tallies"].append(named | columns | {"wait_seconds": 0.0, "longest_wait": 0.0})
+        for key, columns in made["deliveries"].items():
+            self._rows["deliveries"].append(dict(zip(("node", "environment", "signal"), key, strict=True)) | columns)
         with self._home.database.write() as connection:
             for name, table in {**TABLES, log_entries.name: log_entries}.items():
                 connection.execute(insert(table), self._rows[name])
