@@ -22,6 +22,9 @@ Then the closed loop again, on PostgreSQL with two and with four API processes (
 take turns at them. On as many cores as one API and its server fill, that says what more processes cost, and not what
 they bring on more machines.
 
+Then `loading.processor`: what a lease, an upload and a receipt cost the coordinator's process, each alone, as
+`processor_ms_lease_sqlite` and so on, and as `processor_ms_per_request_sqlite`, the mean of the three.
+
 Last, one verifier process on `--groups` submissions that wait, with an engine that computes nothing and finds all
 perfect (`loading.verdicts`): `verdicts_per_s_sqlite` and `verdicts_per_s_postgresql`, `..._verifiers_2` with two.
 
@@ -36,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import statistics
@@ -48,6 +52,7 @@ from typing import Any
 
 from benchmarks.loading.coordinator import Served, judging, serving
 from benchmarks.loading.postgresql import running_postgresql
+from benchmarks.loading.processor import WORKERS, processor_ms
 from benchmarks.loading.verdicts import verdicts_per_s
 from benchmarks.loading.worker import RequestSample, SimulatedWorker
 from benchmarks.report import make_parser, report, say
@@ -244,6 +249,26 @@ def on_postgresql(folder: Path, options: argparse.Namespace) -> tuple[dict[str, 
     return figures, errors
 
 
+def processor_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Measure the processor time of each kind of request, by database."""
+    found: dict[str, float] = {}
+    for database in ("sqlite", "postgresql"):
+        if options.only not in (None, database):
+            continue
+        inside = folder / f"processor-{database}"
+        inside.mkdir()
+        with contextlib.ExitStack() as running:
+            url = running.enter_context(running_postgresql())[0] if database == "postgresql" else None
+            served = running.enter_context(serving(inside, database_url=url))
+            running.enter_context(judging(inside / "data", url))
+            workers = workers_of(served, WORKERS, options)
+            times = asyncio.run(processor_ms(served, workers, batches=options.batches))
+        found |= {f"processor_ms_{kind}_{database}": round(ms, 2) for kind, ms in times.items()}
+        found[f"processor_ms_per_request_{database}"] = round(statistics.mean(times.values()), 2)
+    say(", ".join(f"{name} {ms}" for name, ms in found.items()))
+    return found
+
+
 def verdicts_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Measure verdicts per second, by database and number of verifiers."""
     found: dict[str, float] = {}
@@ -273,17 +298,21 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=600, help="submissions for each verdict figure (default 600)")
     parser.add_argument("--only", choices=("sqlite", "postgresql"), help="one database")
     parser.add_argument("--apis", type=int, nargs="*", default=[2, 4], help="of PostgreSQL (default 2 4)")
+    parser.add_argument("--batches", type=int, default=5, help="of which the least processor time counts (default 5)")
+    parser.add_argument("--processor-only", action="store_true", help="measure processor_ms_... and nothing else")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         sync = sync_ms(folder)
         figures: dict[str, Any] = {"workers": options.workers, "errors": 0, "offered_per_s": options.rate}
         for name, run in (("sqlite", on_sqlite), ("postgresql", on_postgresql)):
-            if options.only in (None, name):
+            if options.only in (None, name) and not options.processor_only:
                 (folder / name).mkdir()
                 found, errors = run(folder / name, options)
                 figures |= found | {"errors": figures["errors"] + errors}
-        figures |= verdicts_of(folder, options)
+        figures |= processor_of(folder, options)
+        if not options.processor_only:
+            figures |= verdicts_of(folder, options)
         figures |= {"sync_ms": round(sync, 2), **dict.fromkeys(NOT_MEASURED)}
     notes = {key: getattr(options, key) for key in ("busy", "seconds", "body_bytes", "seed")} | NOT_MEASURED
     report("load", options, figures, notes)
