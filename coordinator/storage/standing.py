@@ -5,7 +5,9 @@ The rules are `node.protocol.standing`'s, which auditors reproduce from the log;
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Connection, and_, case, exists, func, not_, or_, select, update
+from typing import Final
+
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, case, exists, func, not_, or_, select, update
 
 from coordinator.storage import stakes
 from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, nodes, submissions
@@ -19,10 +21,23 @@ FREE_RETURNS = 16
 """Leases that a proven node may return, beyond what it has done since, before it has to wait: a worker that ends
 returns all that it holds."""
 
+_OF_NODE: Final = nodes.c.node == bindparam("of_node")
+_STANDING: Final = select(nodes.c.verified, nodes.c.strikes).where(_OF_NODE)
+_SET_STANDING: Final = (
+    update(nodes).where(_OF_NODE).values(verified=bindparam("now_verified"), strikes=bindparam("now_strikes"))
+)
+_ADD_ADMITTED: Final = _SET_STANDING.values(
+    admitted=nodes.c.admitted + 1,
+    tokens=nodes.c.tokens + bindparam("gained"),
+    rejected_streak=0,
+    returned=case((nodes.c.returned > 0, nodes.c.returned - 1), else_=0),
+)
+_ADD_REJECTED: Final = _SET_STANDING.values(rejected=nodes.c.rejected + 1)
+
 
 def standing_of(connection: Connection, node: str) -> Standing:
     """Return a node's current standing."""
-    row = connection.execute(select(nodes.c.verified, nodes.c.strikes).where(nodes.c.node == node)).one()
+    row = connection.execute(_STANDING, {"of_node": node}).one()
     return Standing(verified=row.verified, strikes=row.strikes)
 
 
@@ -36,14 +51,12 @@ def apply_verdict(
 ) -> None:
     """Update the node's standing and totals by a first verdict; a rejection starts a backoff."""
     standing = standing_of(connection, node).after(outcome, full=full, rules=spec.standing)
-    row = update(nodes).where(nodes.c.node == node)
-    connection.execute(row.values(verified=standing.verified, strikes=standing.strikes))
+    values = {"of_node": node, "now_verified": standing.verified, "now_strikes": standing.strikes}
     if outcome is Outcome.ADMITTED:
-        gained = {"admitted": nodes.c.admitted + 1, "tokens": nodes.c.tokens + tokens, "rejected_streak": 0}
-        fewer_returned = case((nodes.c.returned > 0, nodes.c.returned - 1), else_=0)
-        connection.execute(row.values(gained | {"returned": fewer_returned}))
-    elif outcome is Outcome.REJECTED:
-        connection.execute(row.values(rejected=nodes.c.rejected + 1))
+        connection.execute(_ADD_ADMITTED, values | {"gained": tokens})
+    else:
+        connection.execute(_ADD_REJECTED if outcome is Outcome.REJECTED else _SET_STANDING, values)
+    if outcome is Outcome.REJECTED:
         start_backoff(connection, node, batch=spec.batch, now=now)
 
 

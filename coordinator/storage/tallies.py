@@ -24,7 +24,6 @@ WIDTHS: Final = (WHOLE_RUN, MINUTE, HOUR, DAY)
 """Seconds per row; the whole run is one row that starts at 0."""
 
 MAX_ROWS_PER_READ = 20_000
-_INSERT = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 
 
 class VerdictKind(StrEnum):
@@ -52,6 +51,25 @@ class Tally:
     longest_wait: float
 
 
+def _counting(insert: Any) -> Any:
+    """Return the statement that adds a counter to the one that is there."""
+    added = insert(verdict_tallies)
+    new, old = added.excluded, verdict_tallies.c
+    return added.on_conflict_do_update(
+        index_elements=list(verdict_tallies.primary_key),
+        set_={
+            "verdicts": old.verdicts + new.verdicts,
+            "tokens": old.tokens + new.tokens,
+            "wait_seconds": old.wait_seconds + new.wait_seconds,
+            "longest_wait": case((new.longest_wait > old.longest_wait, new.longest_wait), else_=old.longest_wait),
+        },
+    )
+
+
+# Of one row, executed once for each: SQLAlchemy would compile a statement of several rows again at each execution.
+_COUNT: Final = {"sqlite": _counting(sqlite.insert), "postgresql": _counting(postgresql.insert)}
+
+
 def count_verdict(
     connection: Connection, kind: VerdictKind, verdict: Verdict, *, waited_seconds: float, now: float
 ) -> None:
@@ -61,19 +79,7 @@ def count_verdict(
     reason = "" if verdict.reason is None else verdict.reason.value
     key = {"kind": kind.value, "outcome": verdict.outcome.value, "reason": reason}
     rows = [{"width": width, "start": _start(now, width), **key, **values} for width in WIDTHS]
-    added: Any = _INSERT[connection.dialect.name](verdict_tallies).values(rows)
-    new, old = added.excluded, verdict_tallies.c
-    connection.execute(
-        added.on_conflict_do_update(
-            index_elements=list(verdict_tallies.primary_key),
-            set_={
-                "verdicts": old.verdicts + new.verdicts,
-                "tokens": old.tokens + new.tokens,
-                "wait_seconds": old.wait_seconds + new.wait_seconds,
-                "longest_wait": case((new.longest_wait > old.longest_wait, new.longest_wait), else_=old.longest_wait),
-            },
-        )
-    )
+    connection.execute(_COUNT[connection.dialect.name], rows)
 
 
 def _start(now: float, width: int) -> int:

@@ -10,20 +10,12 @@ from typing import Any
 
 from msgspec import UNSET
 from msgspec.structs import asdict, replace
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, false, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, false, or_, select, update
 
 from coordinator.storage import locks, log, pools, stakes, standing, tallies
+from coordinator.storage import verdict_statements as statements
 from coordinator.storage.progress import progress
-from coordinator.storage.schema import (
-    RECHECK_DUE,
-    SlotState,
-    SubmissionState,
-    groups,
-    nodes,
-    policies,
-    slots,
-    submissions,
-)
+from coordinator.storage.schema import RECHECK_DUE, SlotState, SubmissionState, groups, submissions
 from coordinator.storage.tallies import VerdictKind
 from node.protocol.admission import Outcome, Verdict, has_signal, judge_drift
 from node.protocol.evidence import Drift, follow
@@ -89,34 +81,16 @@ def claim(
     times is claimed alone: where it ends its verifier, it uses up no claims of others. From then on it also waits until
     its claim ends, whoever has it: a verifier that ends within a second of each start would give it up within seconds.
     """
-    free = or_(
-        submissions.c.state == SubmissionState.QUEUED,
-        and_(
-            submissions.c.state == SubmissionState.VERIFYING,
-            or_(
-                submissions.c.claimed_until <= now,
-                # Far longer than any claim: made while this machine's clock was ahead.
-                submissions.c.claimed_until > now + 2 * seconds,
-                and_(submissions.c.verifier == verifier, submissions.c.attempts < MAX_ATTEMPTS),
-            ),
-        ),
-    )
     over = progress(connection).is_over(spec)
-    rows = connection.execute(_oldest(free, most=most)).all()
+    asked = {"now": now, "farthest": now + 2 * seconds, "claimer": verifier, "most_attempts": MAX_ATTEMPTS}
+    rows = connection.execute(statements.CLAIMABLE, asked | {"most": most}).all()
     taken = [
         _claimed(connection, row, verifier=verifier, spec=spec, over=over)
         for row in takewhile(lambda row: row is rows[0] or _goes_with(row, rows[0]), rows)
     ]
-    connection.execute(
-        update(submissions)
-        .where(submissions.c.submission.in_([one.submission for one in taken]))
-        .values(
-            state=SubmissionState.VERIFYING,
-            verifier=verifier,
-            claimed_until=now + seconds,
-            attempts=submissions.c.attempts + 1,
-        )
-    )
+    if taken:
+        names = [one.submission for one in taken]
+        connection.execute(statements.CLAIM, {"taken": names, "claimer": verifier, "until": now + seconds})
     return taken
 
 
@@ -125,44 +99,8 @@ def _goes_with(row: Row[Any], first: Row[Any]) -> bool:
     return bool(row.version == first.version) and most < MAX_ATTEMPTS
 
 
-def _oldest(free: ColumnElement[bool], *, most: int) -> Select[Any]:
-    return (
-        select(
-            submissions.c.submission,
-            submissions.c.node,
-            submissions.c.request,
-            submissions.c.body,
-            slots.c.version,
-            slots.c.number.label("slot"),
-            slots.c.id.label("slot_id"),
-            slots.c.candidate,
-            policies.c.manifest_digest,
-            submissions.c.attempts,
-            submissions.c.recheck,
-            submissions.c.recheck_by,
-            submissions.c.draw,
-            submissions.c.outcome,
-            submissions.c.spot,
-            nodes.c.verified,
-            nodes.c.strikes,
-        )
-        .join(slots, slots.c.id == submissions.c.slot_id)
-        .join(policies, policies.c.version == slots.c.version)
-        .join(nodes, nodes.c.node == submissions.c.node)
-        .where(free)
-        .order_by(
-            not_(standing.blocks_training()),
-            submissions.c.recheck.is_(None),
-            slots.c.version,
-            submissions.c.received_at,
-        )
-        .limit(most)
-        .with_for_update(of=submissions, skip_locked=True)
-    )
-
-
 def _claimed(connection: Connection, row: Row[Any], *, verifier: str, spec: RunSpec, over: bool) -> QueueItem:
-    """Convert a row of `_oldest`; once the run is `over`, all rows are measured."""
+    """Convert a row of `statements.CLAIMABLE`; once the run is `over`, all rows are measured."""
     values = row._asdict()
     recheck = values.pop("recheck") == RECHECK_DUE
     rebuild = values.pop("outcome") is not None and not recheck
@@ -176,12 +114,7 @@ def _claimed(connection: Connection, row: Row[Any], *, verifier: str, spec: RunS
 
 def is_held(claimed: QueueItem) -> ColumnElement[bool]:
     """Return the condition that the submission is still at the verifier that claimed it, by this very claim."""
-    return and_(
-        submissions.c.submission == claimed.submission,
-        submissions.c.state == SubmissionState.VERIFYING,
-        submissions.c.verifier == claimed.verifier,
-        submissions.c.attempts == claimed.attempts + 1,
-    )
+    return statements.is_claimed_as(claimed.submission, claimed.verifier, claimed.attempts + 1)
 
 
 def renew(connection: Connection, claimed: Sequence[QueueItem], *, until: float) -> None:
@@ -224,11 +157,8 @@ def record(
     (`coordinator.verifier.evidence`).
     """
     locks.deciding(connection)
-    query = select(
-        submissions.c.outcome, submissions.c.recheck, submissions.c.received_at, is_held(claimed).label("held")
-    )
-    # Locked, for no other verifier to claim it meanwhile.
-    row = connection.execute(query.where(submissions.c.submission == claimed.submission).with_for_update()).one()
+    claim_ = {"name": claimed.submission, "claimer": claimed.verifier, "attempt": claimed.attempts + 1}
+    row = connection.execute(statements.JUDGED, claim_).one()
     # A late first verdict may find its submission waiting for the second, or its group for being rebuilt.
     if (row.recheck != RECHECK_DUE) if claimed.recheck else (row.outcome is not None):
         return False
@@ -302,14 +232,8 @@ def _record_first(
         _update_slot(connection, claimed, SlotState.ADMITTED)
         rewards = verdict.rewards or ()
         mean = sum(rewards) / len(rewards)
-        row = insert(groups).values(
-            slot_id=claimed.slot_id,
-            submission=claimed.submission,
-            blob=group,
-            reward_mean=mean,
-            signal=has_signal(rewards),
-        )
-        connection.execute(row)
+        row = {"slot_id": claimed.slot_id, "submission": claimed.submission, "blob": group}
+        connection.execute(statements.ADD_GROUP, row | {"reward_mean": mean, "signal": has_signal(rewards)})
     standing.apply_verdict(
         connection,
         claimed.node,
@@ -354,11 +278,10 @@ def _after_drift(connection: Connection, claimed: QueueItem, verdict: Verdict, *
     """
     if verdict.totals is None or verdict.outcome is not Outcome.ADMITTED:
         return verdict
-    node = nodes.c.node == claimed.node
-    held = connection.execute(select(nodes.c.drift).where(node).with_for_update()).scalar_one()
+    held = connection.execute(statements.DRIFT, {"of_node": claimed.node}).scalar_one()
     drift = Drift() if held is None else decode(Drift, held, max_bytes=MAX_DRIFT_BYTES)
     drift = follow(drift, verdict.totals, limits=limits)
-    connection.execute(update(nodes).where(node).values(drift=encode(drift)))
+    connection.execute(statements.SET_DRIFT, {"of_node": claimed.node, "drift": encode(drift)})
     finding = judge_drift(drift, limits=limits)
     if finding is None:
         return verdict
@@ -389,12 +312,11 @@ def _entry(claimed: QueueItem, verdict: Verdict, *, now: float) -> VerdictEntry:
 
 
 def _update_submission(connection: Connection, claimed: QueueItem, **values: object) -> None:
-    row = update(submissions).where(submissions.c.submission == claimed.submission)
-    connection.execute(row.values(**values))
+    connection.execute(statements.UPDATE_SUBMISSION, {"name": claimed.submission, **values})
 
 
 def _update_slot(connection: Connection, claimed: QueueItem, state: SlotState) -> None:
-    connection.execute(update(slots).where(slots.c.id == claimed.slot_id).values(state=state))
+    connection.execute(statements.UPDATE_SLOT, {"of_slot": claimed.slot_id, "state": state})
 
 
 def clock() -> float:
