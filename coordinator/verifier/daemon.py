@@ -20,24 +20,23 @@ from coordinator.errors import StoreAway
 from coordinator.metrics.roles import VerifierMetrics
 from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
-from coordinator.storage import locks, training, verdicts
+from coordinator.storage import training, verdicts
 from coordinator.storage.faults import DatabaseAway, advice, is_away
 from coordinator.storage.verdicts import QueueItem
-from coordinator.training.groups import encode_group
 from coordinator.verifier.bodies import BodyUnavailable, body_reader
-from coordinator.verifier.claimed import claim_of, evidence_of, given_up, group_of, log_context
+from coordinator.verifier.claimed import claim_of, given_up, log_context
 from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits
 from coordinator.verifier.policy_cache import PolicyCache
 from coordinator.verifier.rebuilding import GroupRebuilder
+from coordinator.verifier.recording import VerdictRecorder, has_evidence, warn_without_evidence
 from node.datasets.fetching import dataset_feed
 from node.datasets.folder import DATASETS
 from node.environments import load_environments
 from node.errors import EngineFailed
 from node.policy.arrival import ArrivingPolicies
-from node.policy.errors import PolicyError
+from node.policy.file import Blueprint
 from node.policy.memory import share_heaps
-from node.protocol.admission import Outcome, Verdict
-from node.protocol.reasons import Reason
+from node.protocol.admission import Verdict
 from node.runtime.signals import Stopped, race
 from node.verification.judge import JudgedClaim
 from node.verification.measure import DatasetAway, EngineAway, PolicyUnavailable
@@ -87,6 +86,7 @@ class Verifier:
         self._metrics = metrics or VerifierMetrics()
         self._rules = Rules(home.run_id, home.spec, [])
         self._bodies = body_reader(home)
+        self._recorder = VerdictRecorder(home, self._bodies, self._metrics, limits=settings.evidence)
         self._rebuilder = GroupRebuilder(home, self._bodies, defer=self._defer)
         self._history = KeptHistory(settings.state, run_id=home.run_id)
         self._engine_failures = 0
@@ -290,6 +290,7 @@ class Verifier:
             if one.rebuild:
                 await self._rebuilder.rebuild(one, cache, published, rules=self._rules)
         claimed = [one for one in claimed if not one.rebuild]
+        judged: list[tuple[QueueItem, JudgedClaim]] = []
         for one, found in zip(claimed, await self._verify(claimed, cache, published), strict=True):
             if isinstance(found, PolicyUnavailable | BodyUnavailable):
                 away = found if isinstance(found, EngineAway | DatasetAway) else away
@@ -299,10 +300,10 @@ class Verifier:
                     await asyncio.to_thread(self._defer, one)
                     continue
                 found = JudgedClaim(verdict=undecided(found))  # noqa: PLW2901  (training waits for a recheck)
-            evidence = await self._evidence(one, found, cache)
-            one = await asyncio.to_thread(self._bodies.keep, one)  # noqa: PLW2901  (by its actual digest)
-            await asyncio.to_thread(self._record, one, found, evidence, published)
-            await asyncio.to_thread(self._bodies.release, one)
+            judged.append((one, found))
+        if judged:
+            blueprints = await self._blueprints(judged, cache)
+            await asyncio.to_thread(self._recorder.record, judged, blueprints, published)
         if away is not None:
             raise away
 
@@ -330,20 +331,18 @@ class Verifier:
         found |= dict(zip(claims, decided, strict=True))
         return [found[one.submission] for one in claimed]
 
-    async def _evidence(self, claimed: QueueItem, judgement: JudgedClaim, cache: PolicyCache) -> bytes | None:
-        """Encode the measurements for the submission's page; None if there are none. The verdict ignores them."""
-        if not judgement.rollouts or judgement.verdict.outcome is Outcome.INDETERMINATE:
-            return None
-        try:
-            blueprint = await cache.blueprint(claimed.version)
-            return await asyncio.to_thread(
-                evidence_of, judgement, blueprint, limits=self._settings.evidence, spec=self._home.spec
-            )
-        except (PolicyUnavailable, PolicyError) as error:
-            log.warning(
-                "no evidence kept of submission %s…, its policy is unusable: %s", claimed.submission[:16], error
-            )
-            return None
+    async def _blueprints(
+        self, judged: Sequence[tuple[QueueItem, JudgedClaim]], cache: PolicyCache
+    ) -> dict[int, Blueprint]:
+        """Return the policies whose tokens the evidence of these has as text; those that can be had."""
+        found: dict[int, Blueprint] = {}
+        for one, judgement in judged:
+            if has_evidence(judgement) and one.version not in found:
+                try:
+                    found[one.version] = await cache.blueprint(one.version)
+                except PolicyUnavailable as error:
+                    warn_without_evidence(one, error)
+        return found
 
     def _published(self, version: int) -> Mapping[int, str]:
         """Return the manifest digests, by version, of the policies published from about `version` on.
@@ -369,28 +368,3 @@ class Verifier:
             until = verdicts.clock() + RETRY_SECONDS
             verdicts.defer(connection, claimed, until=until)
         self._metrics.deferred.inc()
-
-    def _record(
-        self, claimed: QueueItem, judgement: JudgedClaim, evidence: bytes | None, published: Mapping[int, str]
-    ) -> None:
-        verdict, blobs = judgement.verdict, self._home.blobs
-        is_group = verdict.outcome is Outcome.ADMITTED and not claimed.recheck
-        group = blobs.put(encode_group(group_of(claimed, judgement))) if is_group else None
-        evidence_name = None if evidence is None else blobs.put(evidence)
-        now = verdicts.clock()
-        with self._home.database.write() as connection:
-            if verdict.reason is Reason.WRONG_SEGMENTS:
-                # An auditor would count a policy logged meanwhile as published, and reach another verdict.
-                locks.deciding(connection)
-                if training.newest_version(connection) != max(published, default=None):
-                    verdicts.defer(connection, claimed, until=now)
-                    return
-            stored = verdicts.record(
-                connection, claimed, verdict, spec=self._home.spec, now=now, group=group, evidence=evidence_name
-            )
-        self._metrics.decided(verdict, in_time=stored)
-        if stored:
-            why = f" ({verdict.reason}: {verdict.detail})" if verdict.reason else ""
-            where, again = f"{claimed.version}/{claimed.slot}", " again" if claimed.recheck else ""
-            with log_context(claimed):
-                log.info("slot %s of %s… %s%s%s", where, claimed.node[:8], verdict.outcome, again, why)
