@@ -143,13 +143,14 @@ def render_tokens(policy: Blueprint, ids: list[int]) -> list[str]:
     the tokenizer fails.
     """
     backend, texts, pending_tokens = policy.tokenizer.backend_tokenizer, list[str](), 0
+    vocabulary = policy.vocabulary  # once: transformers takes longer to look it up than a token takes to decode
     with tokenizer_errors():
         stream = DecodeStream(skip_special_tokens=False)
         for token in ids:
             # A stream re-decodes all tokens it has not emitted: unbounded for tokens that never form a character.
             if pending_tokens >= MAX_CHARACTER_TOKENS:
                 stream, pending_tokens = DecodeStream(skip_special_tokens=False), 0
-            text = stream.step(backend, token) if 0 <= token < policy.vocabulary else None
+            text = stream.step(backend, token) if 0 <= token < vocabulary else None
             texts.append(text or "")
             pending_tokens = 0 if text else pending_tokens + 1
     return texts
