@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from node.commands.audit import audit
 from node.commands.broadcast import fetch, publish
 from node.commands.click_ext import ENVIRONMENT, Commands
 from node.commands.completion import completion
-from node.commands.config import default_map, load_config
+from node.commands.config import check_variables, default_map, load_config
 from node.commands.control import authority, control, control_options
 from node.commands.doctor import doctor
 from node.commands.engine_options import (
@@ -112,6 +113,7 @@ def main(
     set_up_logging(level="debug" if verbose else log_level, log_format=log_format)
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # what an extension module's crash stood in, instead of no word
+    check_variables(main, ctx, os.environ, prefix=ENVIRONMENT)
     if config is not None:
         ctx.default_map = default_map(load_config(config), main, ctx)
 

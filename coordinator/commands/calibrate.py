@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from coordinator.commands.evaluate import check_is_policy
 from coordinator.commands.options import run_file_option
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
@@ -132,6 +133,8 @@ def calibrate(
     if record is not None and (key is None or out or report or recorded or accepted):
         raise click.UsageError("--record needs --key, and takes none of --out, --report, --from and --accept.")
     _require(*(("tomlkit",) if record is None else ()), *(("matplotlib",) if report else ()))
+    if policy is not None:
+        check_is_policy(policy)
     refuse_vllm_options(*engines, verifier)
     for engine in (*engines, verifier):
         check_engine(engine, device)

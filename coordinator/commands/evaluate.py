@@ -116,9 +116,18 @@ def _published(trainer: Path, version: int | None) -> Path:
     return found[chosen]
 
 
+def check_is_policy(file: Path) -> None:
+    """Raise BadConfiguration unless `file` begins as a policy file does, which a run.toml does not."""
+    with file.open("rb") as opened:
+        size, mark = int.from_bytes(opened.read(8), "little"), opened.read(1)
+    if mark != b"{" or size > file.stat().st_size:
+        raise BadConfiguration(f"--policy {file} is no policy file (safetensors), and no model's folder")
+
+
 def policy_file(spec: RunSpec, policy: Path | None, folder: Path) -> Path:
     """Return `policy` as a policy file, converted into `folder` if it is a model's folder or None (the run's first)."""
     if policy is not None and policy.is_file():
+        check_is_policy(policy)
         return policy
     import msgspec
     import torch

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.errors import BadConfiguration
+from coordinator.run.near_keys import unknown_key
 from node.datasets.folder import dataset_file, find_datasets
 from node.environments import lacks_answers, load_environment
 from node.environments.isolated.store import EnvironmentStore
@@ -57,7 +58,8 @@ def read_run_file(path: Path, *, datasets: Path | None = None) -> tuple[str, Run
     except UnicodeDecodeError as error:
         raise BadConfiguration(f"{path} is not UTF-8 text") from error
     except Malformed as error:
-        raise BadConfiguration(f"{path} cannot define a run: {error}; docs/run-toml.md explains every key") from error
+        said = unknown_key(str(error)) or f"{error}; docs/run-toml.md explains every key"
+        raise BadConfiguration(f"{path} cannot define a run: {said.removeprefix('run.toml: ')}") from error
     here = {} if datasets is None else find_datasets(datasets, spec.dataset_files)
     # A name of a chat format is no data yet: `coordinator.run.chat`.
     chat = spec.sampling.chat if isinstance(spec.sampling.chat, ChatFormat) else None

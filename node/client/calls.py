@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
 _NO_REASON: Final = "http_"
+_NOT_THERE: Final = (404, 405)
 _FOREIGN_REASONS: Final = frozenset({Reason.WRONG_RUN, Reason.CLOCK_SKEW})
 
 
@@ -323,7 +324,7 @@ def _raise_for_status(url: str, reply: Reply) -> None:
         return
     if 300 <= status < 400:
         raise BadReply(f"{url} redirects (HTTP {status}); give the address that it redirects to.")
-    said = _error_reply(reply)
+    said = _error_reply(url, reply)
     if status >= 500:
         raise Unavailable(said.message, code=said.code, retry_after_seconds=reply.retry_after_seconds)
     raise Refused(
@@ -336,9 +337,14 @@ def _raise_for_status(url: str, reply: Reply) -> None:
     )
 
 
-def _error_reply(reply: Reply) -> ErrorReply:
+def _error_reply(url: str, reply: Reply) -> ErrorReply:
     """Parse the error of a coordinator or a proxy in front of it; the text is safe to print."""
-    fallback = ErrorReply(code=f"{_NO_REASON}{reply.status}", message=f"it answers HTTP {reply.status}", server_time=0)
+    message = f"{url} answers HTTP {reply.status}"
+    if reply.status in _NOT_THERE:
+        message += (
+            " and no reason, as no coordinator does: its port is 8700 by default, an origin's 8710, a relay's 8720"
+        )
+    fallback = ErrorReply(code=f"{_NO_REASON}{reply.status}", message=message, server_time=0)
     try:
         said = decode(ErrorReply, reply.body, max_bytes=MAX_MESSAGE_BYTES)
     except PeerFault:

@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import IO, Any
 
 import click
+from click.core import ParameterSource
 
 from node.commands.config import name_variables
 from node.commands.hints import REPORT, hint_for
@@ -162,7 +163,19 @@ def _reworded() -> Iterator[None]:
     except (WrongCommandLine, click.exceptions.NoArgsIsHelpError):
         raise
     except click.UsageError as error:
-        raise WrongCommandLine(error.format_message(), error.ctx) from error
+        raise WrongCommandLine(_naming_variable(error) or error.format_message(), error.ctx) from error
+
+
+def _naming_variable(error: click.UsageError) -> str | None:
+    """Return the message of a bad value that came from an environment variable, which it blames."""
+    option = error.param if isinstance(error, click.BadParameter) else None
+    if option is None or error.ctx is None or option.name is None:
+        return None
+    if error.ctx.get_parameter_source(option.name) is not ParameterSource.ENVIRONMENT:
+        return None
+    names = [option.envvar] if isinstance(option.envvar, str) else option.envvar or ()
+    variable = next((name for name in names if os.environ.get(name)), None)
+    return None if variable is None else f"Invalid value of the environment variable {variable}: {error.message}"
 
 
 def _is_uninstalled(error: Exception) -> bool:
@@ -200,7 +213,8 @@ class Commands(click.Group):
             if not self._unloadable:
                 raise
             if all(map(_is_uninstalled, self._unloadable.values())):
-                said = f"Those of operators are not installed here: {install_hint('operator')}"
+                first = next(iter(self._unloadable.values()))
+                said = f"Those of operators are not installed here ({first}): {install_hint('operator')}"
             else:
                 why = "; ".join(f"those of {name!r} do not load: {reason}" for name, reason in self._unloadable.items())
                 said = f"Some commands are missing ({why})."

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,32 @@ def default_map(tables: Mapping[str, Any], group: click.Group, ctx: click.Contex
         name: _of_command(value, _known(name, group.list_commands(ctx), "command", table=""), group, ctx, table=name)
         for name, value in tables.items()
     }
+
+
+def check_variables(group: click.Group, ctx: click.Context, environ: Iterable[str], *, prefix: str) -> None:
+    """Raise ConfigError for a variable that would set an option of the invoked command, if it had that option.
+
+    Those of other commands are left alone: one file of variables may be every role's.
+    """
+    if ctx.invoked_subcommand is None or (command := group.get_command(ctx, ctx.invoked_subcommand)) is None:
+        return
+    own = f"{prefix}_{ctx.invoked_subcommand}_".replace("-", "_").upper()
+    known = set(_variables(command))
+    for name in environ:
+        if name.startswith(own) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            advice = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"There is no setting for the environment variable {name}{advice}", code="unknown_setting"
+            )
+
+
+def _variables(command: click.Command) -> Iterator[str]:
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            yield from _variables(inner)
+    for option in command.params:
+        yield from [option.envvar] if isinstance(option.envvar, str) else option.envvar or ()
 
 
 def name_variables(command: click.Command, *, prefix: str) -> None:

@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from node.commands.options import all_of, number_option, threads_option
 from node.errors import ConfigError
 from node.runtime.extras import install_hint
+from node.runtime.interrupts import exiting_at_once
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from node.engines.base import MakeEngine
@@ -126,7 +127,8 @@ def import_models() -> None:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        import node.engines.base  # noqa: F401  (which needs both)
+        with exiting_at_once():
+            import node.engines.base  # noqa: F401  (which needs both)
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)

@@ -69,13 +69,7 @@ def check_absent(path: Path) -> None:
 
 def load_key(path: Path) -> Ed25519PrivateKey:
     """Return the key in `path`; raises IdentityError, `key_missing` if there is no such file."""
-    match = _SEED.fullmatch(_read_private(path))
-    if match is None:
-        raise IdentityError(
-            f"{path} is not a key file (64 hexadecimal digits); restore it from a backup, or name another.",
-            code="not_a_key",
-        )
-    return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(match[1].decode()))
+    return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(_read_private(path).decode()))
 
 
 def node_id(key: Ed25519PrivateKey) -> str:
@@ -122,10 +116,16 @@ def _read_private(path: Path) -> bytes:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise IdentityError(f"{path} is not a file; name the key file.", code="not_a_key")
+        match = _SEED.fullmatch(os.read(descriptor, _MAX_FILE_BYTES + 1))
+        if match is None:  # said before its rights: nobody is to change those of another program's file
+            raise IdentityError(
+                f"{path} is not a key file (64 hexadecimal digits); restore it from a backup, or name another.",
+                code="not_a_key",
+            )
         if mode & (_OTHERS_OF_A_CREDENTIAL if _is_credential(path) else _OTHERS):
             raise IdentityError(
                 f"Other users can read or change the key file {path}; run: chmod 600 {path}", code="key_exposed"
             )
-        return os.read(descriptor, _MAX_FILE_BYTES + 1)
+        return match[1]
     finally:
         os.close(descriptor)

@@ -105,7 +105,7 @@ def test_the_extra_the_makefile_and_the_doctor_mean_one_vllm():
 PACKAGES = ("toploc", "shardcast", "node", "coordinator")
 CLEAN = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
 ENTRY_POINTS = """[console_scripts]
-swarmproof = node.cli:main
+swarmproof = node.start:main
 
 [swarmproof.commands]
 lab = coordinator.lab.cli:COMMANDS

@@ -129,6 +129,14 @@ def test_keys_are_made_once_for_their_owner_and_shown_without_the_secret(tmp_pat
     assert secret not in made.output + again.output
 
 
+def test_what_is_no_key_is_not_to_be_given_other_rights(tmp_path):
+    """The advice for a key that others can read is chmod, which would lock users out of /etc/passwd."""
+    (tmp_path / "other").write_text("root:x:0:0\n")
+    (tmp_path / "other").chmod(0o644)
+    result = swarmproof("keys", "show", str(tmp_path / "other"))
+    assert ("is not a key file" in result.output, "chmod" in result.output) == (True, False)
+
+
 def test_a_missing_key_says_how_to_make_one(tmp_path):
     result = swarmproof("keys", "show", str(tmp_path / "none"))
     assert result.exit_code == 1
@@ -168,6 +176,19 @@ def test_everything_can_come_from_the_environment(tmp_path, seen):
     )
     assert result.exit_code == 0, result.output
     assert seen["settings"].once is True
+
+
+def test_a_wrong_variable_is_blamed_itself_and_a_mistyped_one_is_not_ignored(tmp_path, seen):
+    """Who has typed no flag looks for it in vain; and a limit that was mistyped is none."""
+    join = ("--coordinator", "http://127.0.0.1:9", "--run-id", RUN_ID, "--state", str(tmp_path))
+    bad = swarmproof("worker", *join, SWARMPROOF_WORKER_SLOTS="many")
+    assert (bad.exit_code, "Invalid value of the environment variable SWARMPROOF_WORKER_SLOTS" in bad.output) == (
+        2,
+        True,
+    )
+    typo = swarmproof("worker", *join, SWARMPROOF_WORKER_SLOT="3", SWARMPROOF_RELAY_PROT="1")
+    assert (typo.exit_code, "did you mean SWARMPROOF_WORKER_SLOTS?" in typo.output) == (1, True)
+    assert seen == {}
 
 
 def test_lists_and_flags_in_the_file_mean_what_they_say(tmp_path, monkeypatch):
@@ -443,6 +464,7 @@ def test_operator_commands_that_are_not_installed_are_missed_by_nobody_else(monk
     missing = runner.invoke(group, ["coordinator"])
     assert missing.exit_code == 2
     assert "no_such_package" in missing.output
+    assert "[operator]" in missing.output
 
 
 def test_operator_commands_appear_with_their_variables(monkeypatch):
