@@ -77,6 +77,17 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_sizes_on_the_page_are_those_of_what_is_installed() -> None:
+    """Whoever has little disk, or pays for a connection, decides by them."""
+    page = (ROOT / "docs" / "index.md").read_text()
+    shown = {name.strip("`"): int(size) for name, size in re.findall(r"(?m)^\| (none|`\w+`) \|.*\| (\d+) \|$", page)}
+    assert shown.keys() == {"none", *IMPORTS} - {"base"}
+    for extra, megabytes in shown.items():
+        files = (f.locate() for name in brought_by(extra) for f in metadata.distribution(name).files or ())
+        size = sum(Path(str(file)).stat().st_size for file in files if Path(str(file)).exists())
+        assert size / 1e6 == pytest.approx(megabytes, rel=0.1), extra
+
+
 @pytest.mark.parametrize("extra", IMPORTS)
 def test_each_role_runs_with_its_extra_alone(extra: str, tmp_path: Path) -> None:
     brought = brought_by(extra)

@@ -31,7 +31,9 @@ PORTS = {"SWARMPROOF_COORDINATOR_PORT": 8700, "SWARMPROOF_COORDINATOR_PEER_PORT"
 
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")
 
-INSTALLATION = {"make install": ":"}
+INSTALLATION = dict.fromkeys(
+    ("make install", "python3 -m venv .venv", 'pip install -e ".[worker,p2p]"', 'pip install -e ".[audit]"'), ":"
+)
 
 
 def make_clone(folder):
