@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 from node.commands.options import all_of, number_option, threads_option
 from node.errors import ConfigError
-from node.runtime.extras import install_hint
+from node.runtime.extras import install_hint, overwritten_toploc
 from node.runtime.interrupts import exiting_at_once
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
@@ -100,6 +100,8 @@ def check_engine(engine: str, device: str = "auto") -> None:
                 f"{install_hint('worker')}",
                 code="engine_not_installed",
             )
+    if (said := overwritten_toploc()) is not None:
+        raise ConfigError(said, code="overwritten")
     if engine != "vllm":
         return
     if find_spec("vllm") is None:

@@ -31,6 +31,7 @@ HINTS: Final[dict[str, str]] = {
     "config_malformed": "Write a table per command, such as [worker], and below it lines like: slots = 8",
     "no_libp2p": "Without peers everything works as well: join with --coordinator and --run-id.",
     "engine_not_installed": DOCTOR,
+    "overwritten": "Give each of the two a venv of its own.",
     "device_missing": f"{DOCTOR} --device auto takes what there is.",
     "state_error": "One process uses one state folder: give each its own with --state.",
     "spec_changed": "`swarmproof audit URL --run-id ID` says what the run's log has to say about it.",

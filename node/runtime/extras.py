@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,21 @@ def install_hint(extra: str) -> str:
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{ROOT}[{extra}]')}"
     return f"pip install {shlex.join(requirements(extra))}"
+
+
+def overwritten_toploc() -> str | None:
+    """Return a sentence if `toploc` here is another distribution's of that name, such as PyPI's; imports nothing."""
+    try:
+        other = metadata.distribution("toploc")
+    except metadata.PackageNotFoundError:
+        return None
+    found = find_spec("toploc")
+    if found is None or found.origin is None or Path(found.origin).parent != Path(str(other.locate_file("toploc"))):
+        return None
+    return (
+        f"toploc {other.version} of another project took the place of this program's package: pip uninstall toploc, "
+        "and install swarmproof again"
+    )
 
 
 def requirements(extra: str) -> list[str]:

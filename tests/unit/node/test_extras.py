@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,19 @@ def test_what_is_hinted_works_in_a_clone_a_wheel_and_an_image(monkeypatch: pytes
     assert extras.install_hint("worker") == "pip install 'torch<3,>=2.9' a"
     monkeypatch.setenv(extras.IMAGE, "worker")
     assert extras.install_hint("s3") == "build the image with --build-arg EXTRAS=worker,s3"
+
+
+def test_another_toploc_in_the_place_of_ours_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyPI's overwrites the folder, and an audit then dies of an undefined symbol."""
+    assert extras.overwritten_toploc() is None
+    for place, is_ours in ((tmp_path, True), (extras.ROOT, False)):
+        information = tmp_path / "toploc-0.1.6.dist-info"
+        information.mkdir(exist_ok=True)
+        (information / "METADATA").write_text("Name: toploc\nVersion: 0.1.6\n")
+        other = PathDistribution(information)
+        monkeypatch.setattr(other, "locate_file", place.joinpath)
+        monkeypatch.setattr("importlib.metadata.distribution", lambda _, other=other: other)
+        said = extras.overwritten_toploc()
+        assert (said is None) == is_ours
+    assert said is not None
+    assert "toploc 0.1.6 of another project" in said
