@@ -30,6 +30,19 @@ ENTRY_POINTS = "swarmproof.commands"
 ENVIRONMENT = "SWARMPROOF"
 
 
+SECTIONS = {
+    "Contribute": ("worker", "doctor", "status", "receipt", "env", "models"),
+    "Operate": (
+        *("init", "plan", "dataset", "calibrate", "problems", "sft", "import", "coordinator", "leader", "verifier"),
+        *("trainer", "peer", "invite", "stakes", "control", "authority", "evaluate", "export", "backup", "restore"),
+        *("check", "demo", "redteam"),
+    ),
+    "Verify": ("audit",),
+    "Broadcast": ("relay", "publish", "fetch"),
+    "Tools": ("keys", "completion"),
+}
+"""The sections of --help, and their commands in its order; others stand in the last one."""
+
 UNFORESEEN = 70
 """The exit code of a defect: EX_SOFTWARE of sysexits.h."""
 
@@ -195,6 +208,20 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return every command, in the order of the help."""
         return sorted({*super().list_commands(ctx), *self._load_others()})
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by section."""
+        left = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        *_, last = SECTIONS
+        for section, names in SECTIONS.items():
+            here = [name for name in names if name in left]
+            if section == last:
+                here += sorted(left.keys() - here)
+            found = [(name, left.pop(name)) for name in here]
+            rows = [(name, one.get_short_help_str(60)) for name, one in found if one is not None and not one.hidden]
+            if rows:
+                with formatter.section(section):
+                    formatter.write_dl(rows, col_max=14)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command; other packages are imported only if it is not built in."""

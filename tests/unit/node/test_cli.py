@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -93,6 +94,23 @@ def test_the_help_of_the_whole_names_the_ways_to_take_part():
         "SWARMPROOF_WORKER_",
     ):
         assert line in result.output
+
+
+def test_the_help_of_the_whole_has_each_command_once_in_its_section():
+    """A contributor does not read through an operator's thirty commands; and none may fall out of the list."""
+    output = swarmproof("--help").output
+    sections = re.split(r"^(\w+):$", output[output.index("Contribute:\n") :], flags=re.MULTILINE)
+    listed = {
+        head: re.findall(r"^  ([a-z]+) ", body, re.MULTILINE)
+        for head, body in zip(sections[1::2], sections[2::2], strict=True)
+    }
+    assert [name for names in listed.values() for name in names].count("worker") == 1
+    assert sorted(name for names in listed.values() for name in names) == cli.main.list_commands(
+        click.Context(cli.main)
+    )
+    assert "worker" in listed["Contribute"]
+    assert "audit" in listed["Verify"]
+    assert set(listed["Tools"]) == {"completion", "keys"}, "name its section in node.commands.click_ext.SECTIONS"
 
 
 def test_every_family_is_listed_with_the_engines_that_serve_it():
