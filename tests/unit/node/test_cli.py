@@ -447,6 +447,7 @@ def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
         "run_id": RUN_ID,
         "sample": 3,
         "sources": ("http://origin",),
+        "witnesses": None,
         "answers": (tmp_path / "kept",),
         "all_": False,
         "seed": 9,
