@@ -16,7 +16,9 @@ TINY_RECURRENT: Final = ("eagle", "finch", "goldfinch", "frame-action")
 TINY_FAMILIES: Final = (*TINY_ATTENTION, *TINY_RECURRENT)
 """Values of `model.initial`: each is warm-started, or untrained with the prefix "random-"."""
 PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a Llama, which can have adapters; some families have others in place of several of them."""
+"""The linear layers of a Llama, which can have adapters."""
+FUSED_PROJECTIONS: Final = ("qkv_proj", "gate_up_proj")
+"""Those that some families have in place of several, which can have adapters too."""
 TINY_POSITIONS: Final = 512
 """Longest sequence of those with attention; the recurrent ones have no limit."""
 TINY_HIDDEN: Final = 128

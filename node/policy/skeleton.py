@@ -14,7 +14,7 @@ from node.policy.attention import kernel_of, layer_masks
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
 from node.policy.experts import SORTED, use_exact_routers
-from node.policy.families import PROJECTIONS
+from node.policy.families import FUSED_PROJECTIONS, PROJECTIONS
 from node.policy.memory import is_out_of_memory
 from node.policy.products import use_blocks
 
@@ -73,7 +73,7 @@ def is_matrix(name: str, shape: torch.Size) -> bool:
 def projections(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that can have adapters, by their full names."""
     found = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
-    return {name: each for name, each in found if name.rpartition(".")[2] in PROJECTIONS}
+    return {name: each for name, each in found if name.rpartition(".")[2] in (*PROJECTIONS, *FUSED_PROJECTIONS)}
 
 
 def projection_widths(model: nn.Module) -> dict[str, int]:

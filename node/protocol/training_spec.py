@@ -10,8 +10,9 @@ from msgspec import UNSET, Meta, UnsetType
 from node.protocol.spec_types import NonNegativeFloat, Positive, PositiveFloat
 from shardcast.wire import Wire
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""The linear layers of a family with attention, by PEFT's names."""
+_Separate = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Projection = Literal[_Separate, "qkv_proj", "gate_up_proj"]
+"""The linear layers of a family with attention, by PEFT's names; the last two are several in one."""
 
 
 class LoraSpec(Wire, frozen=True):
@@ -22,7 +23,7 @@ class LoraSpec(Wire, frozen=True):
 
     rank: Annotated[int, Meta(ge=1, le=1024)]
     alpha: PositiveFloat
-    targets: Annotated[tuple[Projection, ...], Meta(min_length=1, max_length=7)] = get_args(Projection)
+    targets: Annotated[tuple[Projection, ...], Meta(min_length=1, max_length=9)] = get_args(_Separate)
 
     def __post_init__(self) -> None:
         if len(set(self.targets)) != len(self.targets):

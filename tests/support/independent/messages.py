@@ -101,7 +101,14 @@ LORA = Record(
     {
         "rank": integer(1, 1024),
         "alpha": number(above=0.0, most=1e9),
-        "targets": ArrayOf(one_of("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 7, 1),
+        "targets": ArrayOf(
+            one_of(
+                *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+                *("qkv_proj", "gate_up_proj"),
+            ),
+            9,
+            1,
+        ),
     }
 )
 WIDTH = number(0.0, 1e9)

@@ -17,7 +17,9 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 from torch import Tensor
 from trainers import groups_of, spec_with
+from transformers import PreTrainedModel
 
+from benchmarks.modelling.families import small_model
 from coordinator.errors import BadConfiguration
 from coordinator.training.checkpoint import checkpoints
 from coordinator.training.distributed_learner import Learner, Team
@@ -38,15 +40,17 @@ def lora_run(lora: LoraSpec = LORA, **recipe: Any) -> RunSpec:
     return spec_with(lora=lora, warmup_steps=0, **recipe)
 
 
-def team_in(folder: Path) -> Team:
+def team_in(folder: Path, model: PreTrainedModel | None = None) -> Team:
     torch.set_num_threads(1)
     folder.mkdir(exist_ok=True)
-    save_policy(MAKERS["tiny"](1), make_tokenizer(), folder / "policy-0.safetensors")
+    save_policy(model or MAKERS["tiny"](1), make_tokenizer(), folder / "policy-0.safetensors")
     return Team(folder, Execution())
 
 
-def trained(folder: Path, spec: RunSpec, *, steps: int = 2) -> tuple[Team, Learner]:
-    team = team_in(folder)
+def trained(
+    folder: Path, spec: RunSpec, *, steps: int = 2, model: PreTrainedModel | None = None
+) -> tuple[Team, Learner]:
+    team = team_in(folder, model)
     learner = team.restore(spec)
     for step in range(steps):
         team.train(groups_of(step))
@@ -85,12 +89,18 @@ def test_a_merged_weight_has_the_bits_of_the_rule(threads: int) -> None:
         torch.set_num_threads(1)
 
 
-def test_what_is_published_is_the_first_policy_plus_the_adapters_by_the_rule(tmp_path: Path) -> None:
-    team, learner = trained(tmp_path, lora_run())
+FUSED = LoraSpec(rank=4, alpha=8.0, targets=("qkv_proj", "gate_up_proj"))
+
+
+@pytest.mark.parametrize("family", ["tiny", "phi3"])
+def test_what_is_published_is_the_first_policy_plus_the_adapters_by_the_rule(tmp_path: Path, family: str) -> None:
+    fused = family == "phi3"
+    model = small_model(family, vocab_size=len(make_tokenizer()), hidden_size=128) if fused else None
+    team, learner = trained(tmp_path, lora_run(FUSED if fused else LORA), model=model)
     first = load_policy(team.first_policy, dtype=None).model.state_dict()
     after, half = published(team), published(team, torch.bfloat16)
     layers = dict(adapted_layers(learner.model))
-    assert len(layers) == 2 * 7
+    assert len(layers) == learner.model.config.num_hidden_layers * (2 if fused else 7)
     for name, weight in first.items():
         layer = layers.get(name.removesuffix(".weight"))
         wanted = weight
