@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, and_, bindparam, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, bindparam, insert, not_, or_, select, update
 
 from coordinator.storage import standing
 from coordinator.storage.schema import SubmissionState, groups, nodes, policies, slots, submissions
@@ -20,7 +20,7 @@ def is_claimed_as(submission: Any, verifier: Any, attempts: Any) -> ColumnElemen
     )
 
 
-CLAIMABLE: Final = (
+CLAIMABLE: Final[Select[Any]] = (
     select(
         submissions.c.submission,
         submissions.c.node,

@@ -83,7 +83,7 @@ def claim(
     """
     over = progress(connection).is_over(spec)
     asked = {"now": now, "farthest": now + 2 * seconds, "claimer": verifier, "most_attempts": MAX_ATTEMPTS}
-    rows: Sequence[Row[Any]] = connection.execute(statements.CLAIMABLE, asked | {"most": most}).all()
+    rows = connection.execute(statements.CLAIMABLE, asked | {"most": most}).all()
     taken = [
         _claimed(connection, row, verifier=verifier, spec=spec, over=over)
         for row in takewhile(lambda row: row is rows[0] or _goes_with(row, rows[0]), rows)
