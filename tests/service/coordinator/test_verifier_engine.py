@@ -183,7 +183,7 @@ def test_a_full_disk_costs_its_claims_nothing(
     monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
     full: list[Exception] = [OSError(errno.ENOSPC, "No space left on device") for _ in range(verdicts.MAX_CLAIMS + 1)]
     monkeypatch.setattr(
-        "coordinator.verifier.daemon.encode_group", failing(encode_group, full)
+        "coordinator.verifier.recording.encode_group", failing(encode_group, full)
     )  # what `_record` writes
     away = OperationalError("UPDATE", {}, sqlite3.OperationalError("full"))
     locked: list[Exception] = [away] * (3 * is_database_full)
@@ -202,7 +202,7 @@ def test_an_error_that_a_submission_may_cause_counts_as_an_attempt(
     """Put back for nothing, one that nobody can judge would keep the whole queue waiting for ever."""
     monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
     odd: list[Exception] = [OSError(errno.E2BIG, "Argument list too long")]
-    monkeypatch.setattr("coordinator.verifier.daemon.encode_group", failing(encode_group, odd))
+    monkeypatch.setattr("coordinator.verifier.recording.encode_group", failing(encode_group, odd))
     with running(tmp_path, tiny_policy_path) as swarm:
         peer = swarm.peer()
         lease = peer.lease()
