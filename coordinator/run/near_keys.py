@@ -15,15 +15,16 @@ _UNKNOWN: Final = re.compile(r"unknown field `(?P<key>[^`]+)`(?: - at `\$(?P<pat
 
 
 def unknown_key(message: str) -> str | None:
-    """Return a sentence that names the nearest known key, if a message of msgspec is of an unknown one."""
+    """Return a sentence that names the nearest known key, or all, if a message of msgspec is of an unknown one."""
     found = _UNKNOWN.search(message)
     if found is None:
         return None
     tables = re.findall(r"\.(\w+)", found["path"] or "")
     known = sorted(_keys(RunSpec, tables))
-    near = difflib.get_close_matches(found["key"], known, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(found["key"], known, n=1)
     where = f"in [{'.'.join(tables)}]" if tables else "at the top level"
-    return f"there is no key {found['key']!r} {where}; did you mean {near[0]!r}?" if near else None
+    meant = f"; did you mean {near[0]!r}?" if near else ", where a run can have " + ", ".join(known)
+    return f"there is no key {found['key']!r} {where}{meant}" if known else None
 
 
 def _keys(kind: Any, tables: list[str]) -> Iterator[str]:

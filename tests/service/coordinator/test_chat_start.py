@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,9 @@ name = "arithmetic"
 [sampling]
 chat = "{chat}"
 """
+
+
+checked = partial(preflight_checks, database_url=None, blobs_url=None, model_elsewhere=True, uncalibrated=True)
 
 
 @pytest.fixture
@@ -72,7 +76,9 @@ def test_the_check_before_a_start_says_what_was_found(tmp_path: Path, folder: Pa
     def found(chat: str) -> tuple[Level, str]:
         path = run_file(tmp_path, folder=folder, chat=chat)
         key, data = tmp_path / "none.key", tmp_path / "data"
-        checks = preflight_checks(path, key, data, database_url=None, model_elsewhere=True)
+        checks = preflight_checks(
+            path, key, data, database_url=None, blobs_url=None, model_elsewhere=True, uncalibrated=True
+        )
         (check,) = [check for check in checks if check.name == "chat"]
         return check.level, check.sentence
 
@@ -101,7 +107,15 @@ def test_a_template_without_tools_begins_no_run_whose_policy_is_to_call_one(
     with pytest.raises(UnfitModel, match=r"no place for environments\.tool"):
         resolve_chat(spec)
     monkeypatch.setenv("PATH", "")
-    checks = preflight_checks(path, tmp_path / "none.key", tmp_path / "data", database_url=None, model_elsewhere=True)
+    checks = preflight_checks(
+        path,
+        tmp_path / "none.key",
+        tmp_path / "data",
+        database_url=None,
+        blobs_url=None,
+        model_elsewhere=True,
+        uncalibrated=True,
+    )
     (check,) = [check for check in checks if check.name == "sandbox"]
     assert check.level is Level.WARNING
     assert "apt install bubblewrap" in check.sentence

@@ -312,7 +312,7 @@ def test_the_table_is_plain_where_no_terminal_is(run_file):
         (("--problems", "100000", "--samples", "1024"), "1,000,000"),
         (("--trainer", "{here}"), "holds no published policy"),
         (("--policy", "{here}"), "config.json"),
-        (("--policy", "{here}/run.toml"), "its header declares"),
+        (("--policy", "{here}/run.toml"), "is no policy file"),
     ],
 )
 def test_a_mistake_is_explained(run_file, arguments, said):

@@ -205,7 +205,7 @@ def test_a_check_says_what_it_found_and_creates_nothing(tmp_path: Path) -> None:
 FAULTS = {
     "positions": ("[sampling]\nmax_prompt_tokens = 400\nmax_new_tokens = 4096\n", "positions for 512"),
     "submission_size": ("[limits]\nmax_submission_bytes = 2000\n", "max_submission_bytes is 2000"),
-    "unknown_key": ("[limits]\nmagic = 1\n", "unknown field `magic`"),
+    "unknown_key": ("[limits]\nmagic = 1\n", "there is no key 'magic' in [limits]"),
 }
 
 

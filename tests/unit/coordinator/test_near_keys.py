@@ -18,7 +18,10 @@ ENVIRONMENT = '[[environments]]\nname = "arithmetic"\n'
         ("[samplin]\n", "no key 'samplin' at the top level; did you mean 'sampling'"),
         ("[sampling]\ngrupsize = 1\n", r"no key 'grupsize' in \[sampling\]; did you mean 'group_size'"),
         (f"{ENVIRONMENT}wieght = 2\n", r"no key 'wieght' in \[environments\]; did you mean 'weight'"),
-        (f"{ENVIRONMENT}[environments.tool]\nnam = 2\n", r"no key 'nam' in \[environments.tool\]; did you mean"),
+        (
+            f"{ENVIRONMENT}[environments.tool]\nnam = 2\n",
+            r"in \[environments.tool\], where a run can have",
+        ),
         ("[limits.honest.margin]\nmeen = 2\n", r"in \[limits.honest.margin\]; did you mean 'mean'"),
         ("[training]\nsteps = -1\n", r"docs/run-toml.md"),
     ],

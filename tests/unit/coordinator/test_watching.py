@@ -174,7 +174,7 @@ def test_without_the_writer_one_line_says_so_and_training_goes_on(
     with caplog.at_level(logging.WARNING):
         settings = tracker_settings(state=tmp_path, tensorboard=None, no_tensorboard=False, wandb=None)
     (record,) = caplog.records
-    assert "swarmproof[train]" in record.getMessage()
+    assert "operator" in record.getMessage()
     assert isinstance(make_tracker(settings, run_id=RUN_ID, name=SPEC.name, config=SPEC, state=tmp_path), NullTracker)
 
 

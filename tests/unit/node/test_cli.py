@@ -101,7 +101,7 @@ def test_the_help_of_the_whole_has_each_command_once_in_its_section():
     output = swarmproof("--help").output
     sections = re.split(r"^(\w+):$", output[output.index("Contribute:\n") :], flags=re.MULTILINE)
     listed = {
-        head: re.findall(r"^  ([a-z]+) ", body, re.MULTILINE)
+        head: re.findall(r"^  ([a-z-]+) ", body, re.MULTILINE)
         for head, body in zip(sections[1::2], sections[2::2], strict=True)
     }
     assert [name for names in listed.values() for name in names].count("worker") == 1

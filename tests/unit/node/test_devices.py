@@ -156,5 +156,5 @@ def test_a_cache_that_grows_with_its_sequences_holds_what_a_reserved_one_does(ti
     monkeypatch.setattr(torch_decoder, "COLUMNS", 8)
     grown, decoder = states(policy)
     assert grown.equal(reserved)
-    ((keys, _), *_) = decoder._cache._layers
+    (keys, _), *_ = decoder._cache._keys.values()
     assert keys.shape[2] == 48, "25 tokens and 20 drawn after them"
