@@ -28,7 +28,7 @@ from coordinator.lab.processes.supervisor import Command, Supervisor
 
 HOST = "127.0.0.1"
 RUN_TOML = small_run_toml("watched", steps=3, groups_per_step=2)
-PRINTED = re.compile(r"run id  |serving at |  swarmproof worker |origin  |swarmproof://")
+PRINTED = re.compile(r"run id  |This address is |serving at |  swarmproof worker |origin  |swarmproof://")
 START_SECONDS, FINISH_SECONDS = 300.0, 300.0
 PRIVATE = {
     "trainer": "trainer",

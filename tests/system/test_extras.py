@@ -104,4 +104,4 @@ def test_a_command_whose_packages_are_missing_says_what_brings_them(tmp_path: Pa
         done = run(folder, "-m", "node.cli", *arguments)
         assert done.returncode in {1, 2}
         (said,) = (line for line in done.stderr.splitlines() if line.startswith("Error:"))
-        assert re.search(rf"pip install -e '?{re.escape(str(ROOT))}\[{extra}\]", said), done.stderr
+        assert re.search(rf"pip install -e '?{re.escape(str(folder))}\[{extra}\]", said), done.stderr

@@ -130,8 +130,8 @@ def test_killing_one_process_loses_nothing_and_the_run_finishes(run: Run, kind: 
     merkle.verify_consistency(
         first=before.size,
         second=after.size,
-        first_root=bytes.fromhex(before.root),
-        second_root=bytes.fromhex(after.root),
+        first_root=before.root,
+        second_root=after.root,
         proof=run.consistency(before.size, after.size),
     )
     check_nothing_was_lost_or_used_twice(

@@ -45,7 +45,18 @@ def test_a_second_history_gets_no_signature_of_a_witness_that_was_killed(tmp_pat
         (tmp_path / f"{name}.toml").write_text(RUN_TOML.format(name=name))
 
     def coordinator(name: str, address: str) -> tuple[str, ...]:
-        files = ("--run", f"{name}.toml", "--key", "run.key", "--data", name, "--port", "0", "--no-peer")
+        files = (
+            "--run",
+            f"{name}.toml",
+            "--key",
+            "run.key",
+            "--data",
+            name,
+            "--port",
+            "0",
+            "--no-peer",
+            "--uncalibrated",
+        )
         return ("coordinator", *files, "--witness", address)
 
     def audit(url: str, state: str, address: str) -> tuple[int, dict]:

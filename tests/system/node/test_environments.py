@@ -180,7 +180,7 @@ def test_a_dataset_whose_scorer_a_newer_package_replaced_is_refused(monkeypatch)
 
 def test_a_machine_without_the_package_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(EnvironmentFault, match=r"swarmproof\[reasoning-gym\]") as caught:
+    with pytest.raises(EnvironmentFault, match=r"\[reasoning-gym\]") as caught:
         environment("reasoning_gym:chain_sum")
     assert caught.value.code == "package_missing"
 

@@ -19,6 +19,7 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 sys.argv = {argv!r}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by who starts the tests in the background
 from node.start import main
 main()
 """
