@@ -54,6 +54,8 @@ _YARN_FIELDS = frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale"
 MAX_EXPERTS = 1024
 """Of a layer. With the layers they decide how many tensors are built."""
 
+_SHARED = ("auto_map", "quantization_config", "tie_word_embeddings", "transformers_version")
+"""Fields that a model with eyes has for all its parts: the first two are refused, as they are of any other model."""
 _IMAGES = frozenset({"mrope_interleaved", "mrope_section"})
 """Rotary parameters that tell a picture's rows and columns apart, and mean nothing where there is text alone."""
 
@@ -101,7 +103,7 @@ def text_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     text, family = values.get("text_config"), WITH_EYES.get(str(values.get("model_type")))
     if family is None or not isinstance(text, dict):
         return values
-    shared = {name: values[name] for name in ("tie_word_embeddings", "transformers_version") if name in values}
+    shared = {name: values[name] for name in _SHARED if name in values}
     return shared | text | {"model_type": family}
 
 

@@ -33,6 +33,7 @@ from node.policy.families import ATTENTION_FAMILIES, RECURRENT_BLOCK, Family
 from node.policy.file import PolicySource
 from node.policy.inspection import FirstPolicy
 from node.policy.layout import EXACT, shapes_of, stored_aliases, stored_layout
+from node.policy.parts import of_text, without_drafts
 from node.policy.skeleton import build_skeleton, probe_shapes, projection_widths, unique_tensors
 from node.policy.streaming import read_numbers
 from node.policy.tokenizer import (
@@ -71,11 +72,6 @@ MAX_BYTES: Final = {
 }
 """Limits of the files that are parsed, by swarmproof or transformers, checked before."""
 MAX_END_MARKS: Final = 64
-MAX_DRAFTS: Final = 16
-"""Layers that predict further tokens; published models have one."""
-
-_EYES, _TEXT = "model.visual.", "model.language_model."
-"""How the names of weights begin in a model that sees."""
 
 _OTHER_TOKENIZER: Final = "bring the tokenizer of this model"
 
@@ -181,7 +177,7 @@ def open_folder(folder: Path) -> ModelFolder:
     _check_fields(folder / CONFIG, values)
     tensors = read_weights(folder)
     config = _parse_config(folder, values, tensors=len(tensors))
-    tensors = _of_text(_without_drafts(tensors, config))
+    tensors = of_text(without_drafts(tensors, config))
     tokenizer = _check_tokenizer(folder, vocabulary=config.vocab_size)
     config.eos_token_id = end_marks(folder, config, tokenizer)
     try:
@@ -318,25 +314,6 @@ def _parse_config(folder: Path, values: Mapping[str, Any], *, tensors: int) -> P
         raise _bad(
             path, f"cannot become a policy: {error}; take another model, or change it", code=error.code
         ) from error
-
-
-def _without_drafts(tensors: Mapping[str, StoredTensor], config: PreTrainedConfig) -> dict[str, StoredTensor]:
-    """Leave out the layers behind the last one that predict further tokens, which no run draws with or trains."""
-    count = min(getattr(config, "num_mtp_layers", 0), MAX_DRAFTS)
-    if count:
-        config.num_mtp_layers = 0
-    drafts = [f"model.layers.{config.num_hidden_layers + layer}." for layer in range(count)]
-    if ATTENTION_FAMILIES.get(config.model_type, Family()).is_hybrid:
-        drafts.append("mtp.")
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(drafts))}
-
-
-def _of_text(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the weights of the model of text, under its own names, where the folder's is part of one that sees."""
-    if not any(name.startswith(_TEXT) for name in tensors):
-        return dict(tensors)
-    kept = (item for item in tensors.items() if not item[0].startswith(_EYES))
-    return {re.sub(f"^{re.escape(_TEXT)}", "model.", name): tensor for name, tensor in kept}
 
 
 def _check_tokenizer(folder: Path, *, vocabulary: int) -> PreTrainedTokenizerFast:

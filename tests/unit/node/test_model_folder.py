@@ -377,9 +377,11 @@ def test_the_model_of_text_is_taken_out_of_one_that_sees(tmp_path: Path) -> None
     text = json.loads((folder / "config.json").read_text())
     text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 2]}
     text |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1}, "image_token_id": 5})
-    )
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1}, "image_token_id": 5}
+    (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(MalformedPolicy, match="of quantised weights"):
+        open_folder(folder)
+    (folder / "config.json").write_text(json.dumps(whole))
     before = weights_of(folder)
     tensors = {name.replace("model.", "model.language_model.", 1): each.bfloat16() for name, each in before.items()} | {
         "model.visual.proj.weight": torch.zeros(2, 2),
