@@ -146,6 +146,9 @@ class RealSwarm:
             options += "--policy-memory", f"{self._policy_memory_gib:.3f}"
         if command.name == VLLM:
             options += "--max-num-seqs", "8", "--kv-cache-gib", "0.25"
+        if command.name == VLLM and self._device == "cuda":
+            # vLLM starts only where as much of the GPU is free, which it shares with the trainer and the verifier here.
+            options += "--gpu-memory-utilization", "0.3"
         arguments = (*module, "--log-format", "json", name, *command.arguments[3:], *options)
         return replace(command, arguments=arguments)
 

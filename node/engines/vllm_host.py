@@ -320,6 +320,8 @@ def _set_environment(settings: VllmSettings) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_LOGGING_COLOR": "0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # On a GPU the attention of a float32 policy is a Triton kernel, which would multiply in TF32.
+        "TRITON_F32_DEFAULT": "ieee",
         "PYTHONWARNINGS": "ignore",  # of vLLM's processes: their deprecations are no contributor's
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -1,8 +1,9 @@
 """vLLM with one of its two model runners in this process, beside which our worker extension draws and reads.
 
-The V2 runner is made of Triton kernels. Triton has no back end for CPUs on PyPI, but an interpreter, which runs the
-same kernels in NumPy, slowly: vLLM asks for no more than that such a back end says it is there. A program: a folder,
-a runner and what is wanted as one JSON object on standard input, answered likewise.
+On a GPU both run as ever, compiled and with CUDA graphs. On a CPU the V2 runner, which is made of Triton kernels, has
+no back end on PyPI but an interpreter, which runs the same kernels in NumPy, slowly: vLLM asks for no more than that
+such a back end says it is there. A program: a folder, a runner and what is wanted as one JSON object on standard input,
+answered likewise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import types
 
 import msgspec
+import torch
 
 from node.protocol.run import ProofSpec
 
@@ -27,10 +29,13 @@ def start(folder, *, runner, hidden, vocabulary, proofs, temperature, parallel=1
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
+        "TRITON_F32_DEFAULT": "ieee",
     }
-    if runner == "v2":
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if runner == "v2" and not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
         backends = __import__("triton.backends").backends.backends
         driver = types.SimpleNamespace(is_active=lambda: False)
@@ -41,7 +46,7 @@ def start(folder, *, runner, hidden, vocabulary, proofs, temperature, parallel=1
         skip_tokenizer_init=True,
         dtype="float32",
         hf_overrides={"head_dtype": "float32"},
-        enforce_eager=True,
+        enforce_eager=not on_gpu,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=8,
         # Prompts are read in parts, and some completions have to wait for others' blocks.

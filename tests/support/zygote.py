@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from locations import ROOT
 from zygote_process import FORKED_BY_MULTIPROCESSING, MOST_BYTES
 
@@ -189,8 +190,12 @@ def vllm_zygote() -> Iterator[Zygote]:
 
 
 @pytest.fixture(scope="module")
-def forked_vllm(vllm_zygote: Zygote) -> Iterator[None]:
-    """Start vLLM's processes as forks from here to the module's end."""
+def forked_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start vLLM's processes as forks from here to the module's end; where it has a GPU, as it does itself."""
+    if torch.cuda.is_available():
+        yield
+        return
+    vllm_zygote: Zygote = request.getfixturevalue("vllm_zygote")
 
     def begin(path: Any, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
         arguments = [os.fsdecode(each) for each in args]
