@@ -34,7 +34,7 @@ def create_app(coordinator: Coordinator, *, limits: RequestLimits = DEFAULT_REQU
     metrics = Metrics(coordinator, connections=lambda: getattr(app.state, "connections", None))
     service = Service(coordinator, limits=limits, metrics=metrics, shutdown=Shutdown())
     app.state.service = service
-    add_error_handlers(app, count=metrics.refused)
+    add_error_handlers(app, routers=ROUTERS, count=metrics.refused)
     app.add_middleware(RequestMiddleware, metrics=metrics, addresses=AddressLimiter(per_minute=limits.per_address))
     for router in ROUTERS:
         app.include_router(router)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from coordinator.errors import StorageFault
 from coordinator.http.rate_limits import TooManyRequests
@@ -69,14 +69,19 @@ def _server_error(code: str, message: str, *, status: int) -> Response:
     return Response(encode(reply), status_code=status, media_type=_JSON, headers=headers)
 
 
-def _methods_of(request: Request) -> list[str]:
+def _methods_of(request: Request, routers: Iterable[APIRouter]) -> list[str]:
     """Return the methods of all routes of the request's path: Starlette names those of the first one alone."""
-    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in routes for method in route.methods})
+    # An application's own list holds the routes of the routers that it includes, or, in later FastAPI, the routers.
+    routes = [*request.app.routes, *(route for router in routers for route in router.routes)]
+    found = [each for each in routes if isinstance(each, Route) and each.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in found for method in route.methods or ()})
 
 
-def add_error_handlers(app: FastAPI, *, count: Callable[[Reason], None]) -> None:
-    """Answer every error of `app` with an ErrorReply; call `count` with each refusal's reason."""
+def add_error_handlers(app: FastAPI, *, routers: Iterable[APIRouter], count: Callable[[Reason], None]) -> None:
+    """Answer every error of `app` with an ErrorReply; call `count` with each refusal's reason.
+
+    `routers` are those that `app` includes, all without a prefix.
+    """
 
     @app.exception_handler(Refusal)
     async def _refused(_request: Request, refusal: Refusal) -> Response:
@@ -90,7 +95,7 @@ def add_error_handlers(app: FastAPI, *, count: Callable[[Reason], None]) -> None
     @app.exception_handler(405)
     async def _wrong_method(request: Request, _error: Exception) -> Response:
         response = refusal_response(Refusal(Reason.METHOD_NOT_ALLOWED, f"{request.method[:10]} is not taken here."))
-        response.headers["Allow"] = ", ".join(_methods_of(request))
+        response.headers["Allow"] = ", ".join(_methods_of(request, routers))
         return response
 
     @app.exception_handler(ClientDisconnect)
