@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from node.chat.conversation import Message
 from node.chat.errors import ChatError
@@ -71,11 +72,12 @@ class _Rendering:
 
     def __init__(self, tokenizer: Any, now: datetime, *, thinking: bool) -> None:
         self._tokenizer = tokenizer
-        self._settings: dict[str, Any] = {"strftime_now": now.strftime}
-        if not thinking:
-            self._settings["enable_thinking"] = False
+        self._now = now
+        self._settings: dict[str, Any] = {} if thinking else {"enable_thinking": False}
 
     def __call__(self, messages: Sequence[Message], tools: Sequence[Tool], generation: bool) -> str:
+        # Set in the compiled template, which transformers caches: since 5.24 it hands on no functions as settings.
+        _compile_jinja_template(self._tokenizer.chat_template).globals["strftime_now"] = self._now.strftime
         text: str = self._tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) or None,
