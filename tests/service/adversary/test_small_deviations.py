@@ -20,6 +20,7 @@ from verifying import forged
 from coordinator.storage import log
 from node.audit.log import read_entries, read_log
 from node.engines.base import SampleRequest
+from node.engines.torch_decoder import cache_keyword
 from node.protocol.admission import Outcome, judge_drift
 from node.protocol.evidence import Drift, Totals, follow
 from node.protocol.messages import LogEntry, Receipt, VerdictEntry
@@ -68,7 +69,7 @@ def choose(swarm: Swarm, requests: Sequence[SampleRequest], takes: Takes) -> lis
     open_rows, cache = list(range(len(requests))), None
     ids = torch.tensor([request.prompt_ids for request in requests])
     for place in range(most):
-        step = policy.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        step = policy.model(input_ids=ids, use_cache=True, **{cache_keyword(policy.model): cache})
         cache = step.past_key_values
         noise = gumbel_noise(
             [request.seed for request in requests], [place] * len(requests), vocabulary=policy.vocabulary

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from family_cases import IS_TIED, families
 from model_folders import SECOND_END, edit_json, make_folder
+from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
@@ -110,6 +111,12 @@ def test_so_does_one_that_begins_with_a_recurrent_policy(family: str, tmp_path: 
     assert begins(tmp_path / "out", dtype="float32") == path.read_bytes()
 
 
+def written_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype that each tensor has in the folder's files."""
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    return {name: tensor.dtype for tensors in files for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("case", families(pytest.mark.system, CASES))
 def test_transformers_loads_the_policy_bit_for_bit(case: str, tmp_path: Path) -> None:
     family, fields = CASES[case]
@@ -120,8 +127,10 @@ def test_transformers_loads_the_policy_bit_for_bit(case: str, tmp_path: Path) ->
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected, state = policy.model.state_dict(), found.state_dict()
     assert state.keys() == expected.keys()
-    assert all(state[name].dtype == dtype_of(name, torch.bfloat16) for name in state)
-    assert all(torch.equal(state[name], expected[name]) for name in state)
+    assert all(dtype == dtype_of(name, torch.bfloat16) for name, dtype in written_dtypes(tmp_path / "out").items())
+    # Since 5.24 transformers loads routers in float32, which changes no number.
+    assert all(torch.equal(state[name].to(expected[name].dtype), expected[name]) for name in state)
+    assert found.dtype == torch.bfloat16
     tied = policy.config.tie_word_embeddings
     assert (found.get_output_embeddings().weight is found.get_input_embeddings().weight) == tied
     ends = found.generation_config.eos_token_id
