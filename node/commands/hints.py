@@ -108,7 +108,8 @@ HINTS: Final[dict[str, str]] = {
     "equivocation": f"Keep the state folder: it has the proof that two policies were signed as one. {_ASK}",
     "network_fault": "Try again when the network is up, or name another source.",
     "unreachable": "See whether the other side runs, and whether its address can be reached from here.",
-    "not_served": "Ask a source that still has it: the origin keeps every version, relays only the last ones.",
+    "not_served": "Ask a source that has it: the origin (a trainer or a publisher, port 8710) keeps every version, "
+    "relays the last ones, and a coordinator none.",
     "no_head": "Try again when something is published.",
     "too_slow": "Try again, or name a source that is nearer.",
     "local_fault": "See that disk, folder and rights are in order, then start again: it goes on where it stopped.",

@@ -166,6 +166,9 @@ def _body_size(address: str, response: ResponseHead | None, max_bytes: int) -> i
     assert response is not None
     if response.status == 503:
         raise NotServed(f"{address} does not have it yet", code="not_yet")
+    if response.status == 404:
+        why = "it is no longer kept there, or this is no origin and no relay"
+        raise NotServed(f"{address} is not there (status 404): {why}", code="not_served")
     if response.status not in {200, 204}:
         raise NotServed(f"{address} responds with status {response.status}", code="not_served")
     if response.length > max_bytes:

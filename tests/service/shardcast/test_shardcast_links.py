@@ -261,6 +261,13 @@ async def test_hostile_answers_end_in_an_error_with_a_stable_code(
     assert caught.value.code == code
 
 
+async def test_what_a_source_lacks_may_be_all_as_it_is_none(peer: Peer, transport: Transport) -> None:
+    """Whoever gave --source the coordinator's address read "status 404", as of a policy that is no longer kept."""
+    peer.says(answer(b"{}", "404 Not Found"))
+    with pytest.raises(NotServed, match="no origin and no relay"):
+        await transport.version(peer.url, 3)
+
+
 async def test_a_redirect_leads_nowhere(peer: Peer, transport: Transport) -> None:
     """Or a relay could have its clients ask hosts inside their network."""
     peer.says(answer(b"", "302 Found", f"Location: {peer.url}/other"), answer())
