@@ -17,7 +17,7 @@ from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
 
 MOST_QUERY: Final = 100
-MOST_BY_ENVIRONMENT: Final = 2_000
+MOST_BY_ENVIRONMENT: Final = 1_000
 """Newest submissions among which those of one environment of several are looked for: each one's is derived."""
 
 HOW: Final = (

@@ -143,11 +143,12 @@ def newest_judged(
     mean reward within these bounds.
     """
     columns = submissions.c
+    is_filtered = any(one is not None for one in (reason, outcome, reward))
     newest = (
         select(submissions)
         .where(columns.state == SubmissionState.DONE)
         .order_by(columns.received_at.desc())
-        .limit(MOST_SEARCHED)
+        .limit(MOST_SEARCHED if is_filtered else most)
         .subquery()
     )
     query = _listed(newest)
