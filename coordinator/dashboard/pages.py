@@ -22,7 +22,7 @@ from coordinator.dashboard.history import History
 from coordinator.dashboard.nodes import NodeView
 from coordinator.dashboard.series import plots_of
 from coordinator.dashboard.submissions import SubmissionView
-from coordinator.dashboard.visible import short, visible
+from coordinator.dashboard.visible import short, visible, with_code
 from coordinator.dashboard.workers import ROWS, TODAY, TableQuery, WorkerTable, read_workers
 from coordinator.run.service import Coordinator
 from coordinator.storage.database import Connection
@@ -177,6 +177,7 @@ class Pages:
             "reason": formatting.name_of,
             "visible": visible,
             "short": short,
+            "with_code": with_code,
         }
         home = self._coordinator.home
         environment.globals |= {

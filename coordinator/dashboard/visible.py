@@ -6,8 +6,11 @@ combining marks and length.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from typing import Final
+
+from markupsafe import Markup, escape
 
 MAX_MARKS: Final = 2
 """Combining marks on one character; Vietnamese and pointed Hebrew have as many."""
@@ -56,6 +59,11 @@ def _shown(character: str, *, lines: bool) -> str:
     if blank or character in _BLANK_LETTERS or unicodedata.category(character) in _HIDDEN:
         return f"⟨U+{ord(character):04X}⟩"
     return character
+
+
+def with_code(text: str) -> Markup:
+    """Return `text` as HTML in which what stands between backticks is code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704  (it is escaped)
 
 
 def short(digest: str) -> str:

@@ -8,7 +8,7 @@ import unicodedata
 import pytest
 
 from coordinator.dashboard.formatting import number, seconds
-from coordinator.dashboard.visible import short, visible
+from coordinator.dashboard.visible import short, visible, with_code
 
 BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c"
 INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff\u00ad\u2028\u2029\u3164\u115f\u2800\U000e0041"
@@ -21,6 +21,10 @@ def test_trojan_source_is_shown_as_what_it_is() -> None:
 def test_no_character_hides_or_turns_the_line_round() -> None:
     for character in [*BIDI, *INVISIBLE, *map(chr, range(32)), "\x7f", "\x85", "\x9b"]:
         assert re.fullmatch(rf"a[^{re.escape(character)}]+b", visible(f"a{character}b"), re.DOTALL), ascii(character)
+
+
+def test_what_stands_between_backticks_is_code_and_stays_text() -> None:
+    assert with_code("`swarmproof <x>` & a lone `") == "<code>swarmproof &lt;x&gt;</code> &amp; a lone `"
 
 
 def test_a_pile_of_combining_marks_cannot_cover_the_lines_around_it() -> None:
