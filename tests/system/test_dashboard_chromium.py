@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from actors import spec_of
+from browsing import SCHEMES, WIDTHS, a_browser, needs_chromium, tab  # noqa: F401  (a fixture)
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser
 from sqlalchemy import update
 from swarm import serve
 
@@ -22,7 +22,7 @@ from coordinator.run.descriptors import Contacts
 from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import tallies
-from coordinator.storage.schema import submissions
+from coordinator.storage.schema import steps, submissions
 from coordinator.storage.submissions import submission_row
 from coordinator.storage.tallies import VerdictKind
 from coordinator.verifier.evidence import encode_evidence
@@ -31,11 +31,9 @@ from node.protocol.run import StandingSpec
 from node.protocol.submission import Rollout
 from node.verification.deviations import Deviations
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
+pytestmark = needs_chromium
 
 SPEC = spec_of(steps=1000, groups_per_step=16, standing=StandingSpec())
-WIDTHS = (1280, 390)
 BOMB = "Z" + "\u0335\u0489" * 2000
 HOSTILE = (
     "</script><script>window.owned=1</script>",
@@ -55,21 +53,6 @@ class Run:
     submissions: list[str]
 
 
-@dataclass
-class Tab:
-    """A page, and everything that it should not have done."""
-
-    page: Page
-    origin: str
-    wrongs: list[str] = field(default_factory=list)
-
-    def open(self, path: str) -> None:
-        self.page.goto(self.origin + path, wait_until="load")
-
-    def wait_for_plots(self) -> None:
-        self.page.wait_for_selector(".drawn canvas", timeout=60_000)
-
-
 @contextmanager
 def served(folder: Path, what: Stock | None) -> Iterator[Run]:
     key = Ed25519PrivateKey.generate()
@@ -79,14 +62,6 @@ def served(folder: Path, what: Stock | None) -> Iterator[Run]:
     with serve(Coordinator(home, key=key, relay_urls=("http://192.0.2.1:8710",), contacts=contacts)) as url:
         yield Run(home, url, found)
     home.database.close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -126,33 +101,6 @@ def keep_hostile_evidence(run: Run) -> None:
         connection.execute(row.values(evidence=run.home.blobs.put(blob)))
 
 
-@contextmanager
-def tab(browser: Browser, run: Run, *, width: int = 1280, scheme: str = "light", scripts: bool = True) -> Iterator[Tab]:
-    context = browser.new_context(
-        viewport={"width": width, "height": 800},
-        color_scheme=scheme,
-        java_script_enabled=scripts,
-    )
-    found = Tab(context.new_page(), run.url)
-    page = found.page
-    page.on("console", lambda message: found.wrongs.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: found.wrongs.append(str(error)))
-    page.on("request", lambda request: found.wrongs.append(request.url) if is_elsewhere(request.url, run.url) else None)
-    page.on("dialog", lambda dialog: found.wrongs.append(dialog.message))
-    yield found
-    assert found.wrongs == []
-    context.close()
-
-
-def is_elsewhere(url: str, origin: str) -> bool:
-    return urlsplit(url).scheme not in ("data", "blob", "about") and not url.startswith(origin + "/")
-
-
-def assert_nothing_sticks_out(page: Page) -> None:
-    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    assert wide <= 0, f"{wide} px wider than the window"
-
-
 PATHS = ("/", "/audit", "SUBMISSION", "NODE", "/find?q=rejected")
 
 
@@ -166,19 +114,22 @@ def resolved(run: Run, path: str) -> str:
     return f"/submissions/{run.submissions[-1]}" if path == "SUBMISSION" else path
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("path", PATHS)
-def test_a_page_fits_its_window_and_asks_nobody_else(
+def test_a_page_fits_its_window_shuts_nobody_out_and_asks_nobody_else(
     browser: Browser, run: Run, path: str, width: int, scheme: str
 ) -> None:
-    """No scrolling sideways, no error in the console, no request to another host, with plots drawn under the policy."""
+    """No scrolling sideways, nothing that axe finds, no error in the console, no request to another host, with plots
+    drawn under the policy.
+    """
     with tab(browser, run, width=width, scheme=scheme) as found:
         found.open(resolved(run, path))
         if path == "/":
             found.wait_for_plots()
             assert found.page.locator(".drawn canvas").count() > 0
-        assert_nothing_sticks_out(found.page)
+        found.assert_nothing_sticks_out()
+        found.assert_axe_finds_nothing()
         paper = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert paper == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 27)")
 
@@ -189,7 +140,7 @@ def test_a_fresh_run_says_what_it_waits_for(browser: Browser, tmp_path: Path, wi
         found.open("/")
         found.page.wait_for_timeout(500)
         assert "waits for the trainer" in found.page.inner_text("main")
-        assert_nothing_sticks_out(found.page)
+        found.assert_nothing_sticks_out()
 
 
 def test_the_main_figures_are_there_without_javascript(browser: Browser, run: Run) -> None:
@@ -208,6 +159,25 @@ def test_a_curve_of_training_can_be_read_off(browser: Browser, run: Run) -> None
         found.open("/")
         found.page.wait_for_selector("#plot-entropy canvas", timeout=60_000)
         assert found.page.locator(".panel:visible .drawn").count() == 5
+
+
+def test_a_step_that_trained_nothing_is_a_gap_with_its_reason(browser: Browser, tmp_path: Path) -> None:
+    """A zero in its place would be read as a policy that is suddenly certain of everything."""
+    with served(tmp_path, Stock(workers=4, submissions=200, relays=0)) as idle, tab(browser, idle) as found:
+        with idle.home.database.write() as connection:
+            connection.execute(update(steps).where(steps.c.step == 5).values(stats='{"tokens": 0, "entropy": 0.0}'))
+        found.open("/")
+        found.wait_for_plots()
+        words = found.page.inner_text("#s-idle")
+        assert "every group was of one reward throughout" in words
+        assert words.endswith("(step 6).")
+        plot = found.page.locator("#plot-entropy")
+        box = plot.locator(".u-over").bounding_box()
+        assert box is not None
+        last = int(re.match(r"1 of (\d+) steps", words)[1])
+        for step, shown in ((6, "step6value-"), (7, "step7value0.")):
+            plot.locator(".u-over").hover(position={"x": box["width"] * (step - 1) / (last - 1), "y": 20})
+            assert "".join(plot.locator(".u-legend").inner_text().split()).startswith(shown)
 
 
 CARD_HAS_CHANGED = r"""before => [...document.querySelectorAll('.card')]
@@ -257,7 +227,7 @@ def test_a_hostile_completion_neither_runs_nor_breaks_the_page(browser: Browser,
         # The pile of marks stays within its line.
         heights = page.evaluate("[...document.querySelectorAll('.tokens .t')].map(one => one.scrollHeight)")
         assert max(heights) < 400
-        assert_nothing_sticks_out(page)
+        found.assert_nothing_sticks_out()
 
 
 def test_tokens_can_be_read_off_with_the_keyboard(browser: Browser, run: Run) -> None:
@@ -283,62 +253,6 @@ def test_the_keyboard_reaches_everything_from_the_skip_link_on(browser: Browser,
         assert found.page.evaluate("document.activeElement.getBoundingClientRect().height") > 10
         found.page.keyboard.press("Tab")
         assert found.page.evaluate("document.activeElement.className") == "brand"
-
-
-NAMELESS = """[...document.querySelectorAll(
-    'a, button, input, summary, table, [role=img], [role=region], [role=group]')]
-  .filter(one => !one.closest('[aria-hidden=true]'))
-  .filter(one => !(one.tagName === 'TABLE' ? one.caption : one)?.textContent.trim())
-  .filter(one => !one.getAttribute('aria-label') && !one.labels?.length)
-  .map(one => one.outerHTML.slice(0, 120))"""
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_everything_that_can_be_used_or_seen_has_a_name(browser: Browser, run: Run, path: str) -> None:
-    with tab(browser, run) as found:
-        found.open(resolved(run, path))
-        nameless = found.page.evaluate(NAMELESS)
-        assert nameless == []
-        assert found.page.locator("h1").count() == 1
-        assert found.page.evaluate("document.documentElement.lang") == "en"
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("path", PATHS)
-def test_words_stand_out_from_their_ground(browser: Browser, run: Run, path: str, scheme: str) -> None:
-    """WCAG 2.2, 1.4.3: 4.5 to 1, of every word that can be seen; 3 to 1 where it is large."""
-    with tab(browser, run, scheme=scheme) as found:
-        found.open(resolved(run, path))
-        found.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
-        assert found.page.evaluate(FAINT) == []
-
-
-FAINT = """() => {
-  const parse = text => {
-    const [r, g, b, a = 1] = text.match(/[0-9.]+/g).map(Number);
-    return { rgb: [r, g, b], a };
-  };
-  const over = (top, below) => top.rgb.map((v, at) => v * top.a + below[at] * (1 - top.a));
-  const light = rgb => rgb.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0);
-  const ground = one => {
-    const own = parse(getComputedStyle(one).backgroundColor);
-    if (own.a === 1) return own.rgb;
-    return over(own, one.parentElement ? ground(one.parentElement) : [255, 255, 255]);
-  };
-  const found = new Map();
-  for (const one of document.querySelectorAll('body *')) {
-    const words = [...one.childNodes].filter(node => node.nodeType === 3).map(node => node.data.trim()).join('');
-    if (!words || !one.checkVisibility() || one.closest('svg, .unseen, .skip')) continue;
-    const style = getComputedStyle(one), below = ground(one);
-    const pair = [over(parse(style.color), below), below].map(light).toSorted((a, b) => b - a);
-    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
-    const size = parseFloat(style.fontSize), bold = style.fontWeight >= 700;
-    if (ratio < (size >= 24 || (bold && size >= 18.66) ? 3 : 4.5))
-      found.set(one.className + style.color, `${ratio.toFixed(2)} ${one.outerHTML.slice(0, 80)}`);
-  }
-  return [...found.values()];
-}"""
 
 
 def test_a_contributor_copies_how_to_join_from_any_page(browser: Browser, run: Run) -> None:
@@ -374,4 +288,4 @@ def test_a_contributor_finds_their_node_and_why_work_was_rejected(browser: Brows
         page.get_by_role("link", name="rejected", exact=True).click()
         page.wait_for_url("**outcome=rejected**")
         assert page.locator(".outcome.admitted").count() == 0
-        assert_nothing_sticks_out(page)
+        found.assert_nothing_sticks_out()
