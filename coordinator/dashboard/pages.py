@@ -100,6 +100,10 @@ class Pages:
         """Render what a search has found."""
         return self._render("find.html.j2", found=found, how=HOW)
 
+    def health_line(self) -> bytes:
+        """Return the line on whether the run works, for pages that are open."""
+        return self._health().encode()
+
     def missing(self, what: str) -> bytes:
         """Render an error page with the sentence `what`."""
         return self._render("missing.html.j2", what=what)

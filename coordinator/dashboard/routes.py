@@ -86,6 +86,10 @@ def _page_routes(app: FastAPI, coordinator: Coordinator, pages: Pages) -> None:
     def run(request: Request, sort: _Text = "credit", after: _Text = "", find: _Text = "") -> Response:
         return _page(request, pages.run(parse_query(sort, after, find)))
 
+    @app.get("/health-line", include_in_schema=False)
+    def health_line(request: Request) -> Response:
+        return _page(request, pages.health_line())
+
     @app.get("/audit", include_in_schema=False)
     def audit(request: Request, at: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None) -> Response:
         return _page(request, pages.audit(read_audit(coordinator, at=at)))

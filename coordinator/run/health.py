@@ -6,7 +6,7 @@ Where a rule is one of deploy/prometheus/alerts.yml, it has its name there, and 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -73,11 +73,30 @@ class Complaint:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthFigures:
+    """What the rules look at, for people to see that it moves: ages in seconds, None where there was nothing yet."""
+
+    last_step: float | None
+    oldest_waiting: float | None
+    free_share: float
+    seen: Mapping[str, float]
+    """How long ago the last sign of life of each role was."""
+
+    def __str__(self) -> str:
+        step = "No step yet" if self.last_step is None else f"Last step {_minutes(self.last_step)} ago"
+        waiting = "nothing waits for a verdict"
+        if self.oldest_waiting is not None:
+            waiting = f"the oldest submission has waited {_minutes(self.oldest_waiting)}"
+        return f"{step}, {waiting}, {self.free_share:.0%} of the disk free."
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """The state of a run, with what is wrong, the worst first."""
 
     state: State
     problems: Sequence[Complaint]
+    figures: HealthFigures
 
     @property
     def headline(self) -> str:
@@ -91,6 +110,10 @@ class Health:
         return {
             "state": self.state.value,
             "problems": [{"code": one.rule.code, "text": one.text, "todo": one.rule.todo} for one in self.problems],
+            "last_step_seconds": self.figures.last_step,
+            "oldest_waiting_seconds": self.figures.oldest_waiting,
+            "disk_free_share": self.figures.free_share,
+            "seen_seconds": self.figures.seen,
         }
 
 
@@ -129,10 +152,16 @@ def _signs(connection: Connection, folder: Path, *, has_sources: bool) -> Signs:
 
 def judge_health(signs: Signs, *, spec: RunSpec, now: float) -> Health:
     """Return the health that follows from `signs`."""
+    figures = HealthFigures(
+        last_step=None if signs.last_step_at is None else now - signs.last_step_at,
+        oldest_waiting=None if signs.waiting_since is None else now - signs.waiting_since,
+        free_share=signs.free_share,
+        seen={one.role.value: now - one.seen_at for one in reversed(signs.heartbeats)},
+    )
     if signs.at.is_over(spec) and signs.waiting_since is None:
-        return Health(State.OVER, ())
+        return Health(State.OVER, (), figures)
     problems = sorted(_problems(signs, now=now), key=lambda one: list(State).index(one.rule.state), reverse=True)
-    return Health(problems[0].rule.state if problems else State.WORKS, problems)
+    return Health(problems[0].rule.state if problems else State.WORKS, problems, figures)
 
 
 def _problems(signs: Signs, *, now: float) -> Iterator[Complaint]:
@@ -150,6 +179,13 @@ def _problems(signs: Signs, *, now: float) -> Iterator[Complaint]:
         yield Complaint(NO_STEP, f"No training step has ended for {_ago(now - signs.last_step_at)}.")
     if signs.free_share < LEAST_FREE:
         yield Complaint(DISK, f"{signs.free_share:.0%} of the disk of the run's data is free.")
+
+
+def _minutes(seconds: float) -> str:
+    """Format an age for a line that is sent anew whenever it changes."""
+    if seconds < 60:
+        return "less than a minute"
+    return f"{seconds // 60:.0f} min" if seconds < 7200 else _ago(seconds)
 
 
 def _ago(seconds: float) -> str:

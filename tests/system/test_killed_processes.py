@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from browsing import a_browser, needs_chromium, tab  # noqa: F401  (a fixture)
+from playwright.sync_api import Browser
 from run_files import small_run_toml
 from waiting import is_quiet, until
 
@@ -29,7 +32,6 @@ from node.protocol.run import open_descriptor
 
 STEPS = 6
 GROUPS_PER_STEP = 4
-RUN_TOML = small_run_toml("kill test", steps=STEPS, groups_per_step=GROUPS_PER_STEP)
 KINDS = (
     "coordinator",
     "verifier",
@@ -51,6 +53,10 @@ class Run:
     def __init__(self, swarm: Swarm, supervisor: Supervisor) -> None:
         self.swarm = swarm
         self.supervisor = supervisor
+
+    @property
+    def url(self) -> str:
+        return self.swarm.coordinator_url
 
     def status(self) -> dict[str, Any]:
         return get_json(f"{self.swarm.coordinator_url}/v1/status", seconds=60.0) or {}
@@ -86,8 +92,11 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    swarm = lay_out(tmp_path / "run", RUN_TOML, honest=2, hostile=(), leaves=1)
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    """A run of STEPS steps, or of as many as the test asks for."""
+    steps = getattr(request, "param", STEPS)
+    rules = small_run_toml("kill test", steps=steps, groups_per_step=GROUPS_PER_STEP)
+    swarm = lay_out(tmp_path / "run", rules, honest=2, hostile=(), leaves=1)
     with Supervisor(swarm.folder / "logs", grace_seconds=4.0) as supervisor:
         supervisor.start(swarm.commands)
         yield Run(swarm, supervisor)
@@ -140,23 +149,32 @@ def test_killing_one_process_loses_nothing_and_the_run_finishes(run: Run, kind: 
     assert run.supervisor.restarts == {name: int(name == kind) for name in run.supervisor.restarts}
 
 
+@needs_chromium
 @pytest.mark.timeout(600)
-def test_a_run_whose_trainer_hangs_says_so_within_a_minute(run: Run) -> None:
-    """The page was green for minutes after the trainer had stopped: nobody looks at a log that is not moving."""
+@pytest.mark.parametrize("run", [1000], indirect=True)
+def test_open_pages_turn_red_within_a_minute_of_the_trainers_and_the_verifiers_end(run: Run, browser: Browser) -> None:
+    """Pages were green for minutes after the trainer had stopped: nobody looks at a log that is not moving."""
 
     def health() -> dict[str, Any]:
-        return run.status().get("health", {})
+        return run.status().get("health", {"state": "stopped"})
 
-    run.until(lambda: health().get("state") == "works", seconds=START_SECONDS)
-    trainer = run.supervisor.pid("trainer")
-    os.kill(trainer, signal.SIGSTOP)
-    try:
-        until(lambda: health()["state"] == "stopped", seconds=60.0, what=health)
-        (problem,) = health()["problems"]
-        assert problem["code"] == "no_trainer"
-        assert problem["todo"].startswith("swarmproof trainer")
-        page = get(f"{run.swarm.coordinator_url}/audit", seconds=60.0).decode()
-        assert "The trainer stopped" in page
-    finally:
-        os.kill(trainer, signal.SIGCONT)
-    run.until(lambda: health().get("state") in ("works", "over"), seconds=60.0)
+    run.until(lambda: health()["state"] != "stopped", seconds=START_SECONDS)
+    with tab(browser, run) as live, tab(browser, run) as still:
+        for seen, path in ((live, "/"), (still, "/audit")):
+            seen.open(path)
+            # A disk that is nearly full is no halt.
+            assert seen.page.locator("#s-health :is(.health.works, .health.slow)").count() > 0
+            assert seen.page.locator(".health.stopped").count() == 0
+        for kind in ("trainer", "verifier"):
+            os.kill(run.supervisor.pid(kind), signal.SIGKILL)
+        deadline = time.monotonic() + 60.0
+        for seen in (live, still):
+            for role in ("trainer", "verifier"):
+                line = seen.page.locator(".health.stopped", has_text=f"The {role} stopped")
+                line.wait_for(timeout=1000 * (deadline - time.monotonic()))
+                assert line.locator("code").inner_text().startswith(f"swarmproof {role} --data")
+            seen.assert_axe_finds_nothing()
+        assert {"no_trainer", "no_verifier"} <= {problem["code"] for problem in health()["problems"]}
+        run.until(lambda: health()["state"] != "stopped", seconds=120.0)  # the supervisor has looked again
+        for seen in (live, still):
+            seen.page.locator(".health.stopped").first.wait_for(state="detached", timeout=60_000)

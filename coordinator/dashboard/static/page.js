@@ -1,5 +1,25 @@
-// On every page: buttons that copy, and moments in the reader's own time.
+// On every page: whether the run works, buttons that copy, and moments in the reader's own time.
 "use strict";
+
+const HEALTH_MS = 15_000;
+const health = document.getElementById("s-health");
+
+async function readHealth() {
+  if (document.hidden) return;
+  try {
+    const reply = await fetch("/health-line");
+    if (!reply.ok) throw new Error(String(reply.status));
+    health.innerHTML = await reply.text();
+  } catch {
+    health.innerHTML = '<p class="health stopped"><b>The coordinator does not answer.</b></p>';
+  }
+}
+
+// The run's own page has it among its sections, as they change.
+if (!document.getElementById("live")) {
+  setInterval(readHealth, HEALTH_MS);
+  document.addEventListener("visibilitychange", readHealth);
+}
 
 async function copy(text) {
   // Browsers keep the clipboard's own interface for pages by TLS, and a run may be served without.

@@ -335,7 +335,7 @@ def test_what_is_not_http_gets_an_error_reply(url: str, attack: bytes) -> None:
 
 PAGES = (
     *("/", "/audit", "/find", "/nodes/{node}", "/submissions/{submission}"),
-    *("/v1/events", "/v1/events/now", "/openapi.json"),
+    *("/health-line", "/v1/events", "/v1/events/now", "/openapi.json"),
 )
 METHODS_BY_PATH = {
     **{path: {"GET"} for path in PAGES},

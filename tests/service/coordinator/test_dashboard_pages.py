@@ -140,7 +140,7 @@ def test_each_environment_of_several_has_its_reward_on_the_page_whatever_its_nam
 
 
 def test_nothing_is_loaded_from_elsewhere_and_nothing_runs_inline(run: Run) -> None:
-    for path in ("/", "/audit", f"/submissions/{run.submissions[-1]}", "/submissions/" + "0" * 64):
+    for path in ("/", "/audit", "/health-line", f"/submissions/{run.submissions[-1]}", "/submissions/" + "0" * 64):
         reply = run.get(path)
         policy = reply.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self';")

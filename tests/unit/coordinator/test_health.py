@@ -39,6 +39,9 @@ def without(role: Role, *, since: float | None = None) -> list[Heartbeat]:
 def test_a_run_whose_parts_are_all_there_works():
     found = judge_health(signs(), spec=SPEC, now=NOW)
     assert (found.state, found.problems, found.headline) == (State.WORKS, [], "Everything works.")
+    said = "Last step 1 min ago, the oldest submission has waited less than a minute, 50% of the disk free."
+    assert str(found.figures) == said
+    assert found.as_json()["seen_seconds"] == dict.fromkeys(("trainer", "verifier", "leader"), 5)
 
 
 @pytest.mark.parametrize(
