@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from coordinator.errors import UnfitModel
 from coordinator.training.optimizers import is_layer_matrix
-from node.policy.config import ATTENTION, parse_config, render_config, text_model
+from node.policy.config import ATTENTION, longest_sequence, parse_config, render_config, text_model
 from node.policy.errors import MalformedPolicy
 from node.policy.families import LAYER_KINDS, LINEAR
 from node.policy.skeleton import build_skeleton, probe_shapes, projection_widths, projections, unique_tensors
@@ -183,6 +183,6 @@ def _count(
         latent=latent or 0,
         has_head_norms=any(key.endswith("q_norm.weight") for key in tensors),
         vocabulary=sizes.vocab_size,
-        positions=sizes.max_position_embeddings,
+        positions=longest_sequence(config) or sizes.max_position_embeddings,
         is_tied=bool(config.tie_word_embeddings),
     )

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from coordinator.errors import UnfitModel
 from coordinator.training.world import World
+from node.policy.config import longest_sequence
 from node.policy.errors import MalformedPolicy
 from node.policy.file import Policy, load_policy, write_policy
 from node.policy.folder import open_folder
@@ -41,7 +42,7 @@ def load_teacher(path: Path, *, policy: Policy, spec: RunSpec, world: World) -> 
     Every process of `world` must call it. Raises UnfitModel if it cannot teach `policy`; PolicyError, OSError.
     """
     teacher = load_policy(path, dtype=torch.float32, shards=world)
-    positions = getattr(teacher.config, "max_position_embeddings", None)
+    positions = longest_sequence(teacher.config)
     recurrent = [isinstance(each.model, RecurrentForCausalLM) for each in (policy, teacher)]
     if vocabulary_digest(teacher.tokenizer) != vocabulary_digest(policy.tokenizer):
         raise UnfitModel("training.teacher.folder: its tokenizer has another vocabulary than the policy's")

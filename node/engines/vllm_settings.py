@@ -12,7 +12,7 @@ import torch
 
 from node.engines.base import DoesNotFit, WrongEngine
 from node.policy.attention import layer_windows
-from node.policy.families import ATTENTION_FAMILIES, engines_of
+from node.policy.families import ATTENTION_FAMILIES, LONGROPE, engines_of
 from node.policy.file import Blueprint
 from node.protocol.run import RunSpec
 
@@ -114,6 +114,8 @@ def check_family(blueprint: Blueprint) -> None:
     for name, allowed in row.vllm_fixed.items():
         if (value := getattr(config, name)) not in allowed:
             raise WrongEngine(f"vLLM serves no {family} policy whose {name} is {value}; use --engine torch.")
+    if config.rope_parameters.get("rope_type") == LONGROPE:
+        raise WrongEngine(f"vLLM serves no {family} policy whose positions are {LONGROPE}; use --engine torch.")
     if row.is_even_in_vllm and len(set(layer_windows(config))) > 1:
         raise WrongEngine(f"vLLM serves no {family} policy with a window in some layers alone; use --engine torch.")
 

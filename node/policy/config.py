@@ -16,7 +16,17 @@ import msgspec
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from node.policy.errors import MalformedPolicy
-from node.policy.families import ATTENTION_FAMILIES, FULL, LAYER_KINDS, LINEAR, SLIDING, WINDOW, WITH_EYES, Family
+from node.policy.families import (
+    ATTENTION_FAMILIES,
+    FULL,
+    LAYER_KINDS,
+    LINEAR,
+    LONGROPE,
+    SLIDING,
+    WINDOW,
+    WITH_EYES,
+    Family,
+)
 from node.policy.models import RECURRENT
 from node.policy.weights import MAX_CONFIG_BYTES
 
@@ -35,17 +45,20 @@ MAX_LAYERS = 1024
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """dtypes of a policy's tensors: safetensors' name to torch's."""
 
+_LONG, _SHORT = "long_factor", "short_factor"
 _ROPE_FIELDS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+    LONGROPE: frozenset({_LONG, _SHORT, "original_max_position_embeddings"}),
 }
 """Required parameters of each kind of rotary positions, besides its base.
 
 No others are accepted, because engines interpret more: vLLM changes positions for `use_fope` or `rope_dim`, where
-transformers only warns of an unknown field. Two engines would then hold two models. Kinds whose frequencies depend on
-the longest sequence of a batch, `dynamic` and `longrope`, are none of these: a worker's batches are not a verifier's.
+transformers only warns of an unknown field. Two engines would then hold two models. `dynamic`, whose frequencies depend
+on the longest sequence of a batch, is none of these: a worker's batches are not a verifier's. Nor do those of LONGROPE
+here, which are the ones of short sequences (`longest_sequence`).
 """
 _PARTIAL = "partial_rotary_factor"
 """Field of the part of each head that rotary positions turn, at most 1."""
@@ -86,7 +99,9 @@ def render_config(config: PreTrainedConfig, *, dtype: str) -> str:
     kept = {name: config.attribute_map.get(name, name) for name in config_fields(type(config))}
     rendered = {name: values[key] for name, key in kept.items() if key in values}
     if isinstance(rope := rendered.get("rope_parameters"), dict):
-        text_alone = {name: value for name, value in rope.items() if name not in _IMAGES}
+        # What `rope_type` was called, and LONGROPE before that.
+        former = _IMAGES | ({"type"} if rope.get("type") in ("su", rope.get("rope_type")) else set())
+        text_alone = {name: value for name, value in rope.items() if name not in former}
         rendered["rope_parameters"] = _with_float_base(text_alone)
     return json.dumps(rendered | {"model_type": config.model_type}, sort_keys=True)
 
@@ -240,8 +255,24 @@ def _check_positions(rope: object, family: Family) -> None:
     if not needed <= rope.keys():
         raise MalformedPolicy(f"its {kind} positions lack a number", code="bad_config")
     for name in rope.keys() - {"rope_type", "truncate"}:
-        number = rope[name]
-        most = 1.0 if name == _PARTIAL else math.inf
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not 0 < number < math.inf or number > most:
-            raise MalformedPolicy(f"its {kind} positions have {str(number)[:30]!r} for {name!r}", code="bad_config")
+        numbers = rope[name] if name in (_LONG, _SHORT) else [rope[name]]
+        if not isinstance(numbers, list):
+            raise MalformedPolicy(f"its {kind} positions have no list for {name!r}", code="bad_config")
+        for number in numbers:
+            most = 1.0 if name == _PARTIAL else math.inf
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or not 0 < number < math.inf or number > most:
+                raise MalformedPolicy(f"its {kind} positions have {str(number)[:30]!r} for {name!r}", code="bad_config")
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """Return the tokens that a model has positions for; None without a limit.
+
+    Of LONGROPE they are those that the short factors are for: with the long ones, which transformers takes once a batch
+    has a longer sequence, decoding would be another model than a prefill of all.
+    """
+    most: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == LONGROPE and most is not None:
+        return min(most, int(rope["original_max_position_embeddings"]))
+    return most

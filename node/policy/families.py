@@ -55,6 +55,8 @@ WINDOW: Final = "sliding_window"
 LAYER_KINDS: Final = "layer_types"
 """Field of each layer's kind; where a family has none, all its layers have the window, if there is one."""
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+LONGROPE: Final = "longrope"
+"""Kind of rotary positions with factors for short sequences, which are used here, and for long ones."""
 RECURRENT_BLOCK: Final = "linear_attn"
 """The module of a layer of the kind LINEAR that reads tokens into a state of constant size."""
 
@@ -220,7 +222,7 @@ ATTENTION_FAMILIES: Final[Mapping[str, Family]] = {
     "phi3": Family(
         fields=frozenset({WINDOW, "embd_pdrop", "resid_pdrop", "original_max_position_embeddings"}),
         former=_PARTIAL,
-        rotary=_PLAIN,
+        rotary=_PLAIN | {LONGROPE},
         is_rotary_partial=True,
         engines=_BOTH,
     ),

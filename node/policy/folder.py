@@ -27,7 +27,16 @@ from transformers import (
     __version__,
 )
 
-from node.policy.config import ATTENTION, DTYPES, FAMILIES, config_fields, parse_config, render_config, text_model
+from node.policy.config import (
+    ATTENTION,
+    DTYPES,
+    FAMILIES,
+    config_fields,
+    longest_sequence,
+    parse_config,
+    render_config,
+    text_model,
+)
 from node.policy.errors import MalformedPolicy
 from node.policy.families import ATTENTION_FAMILIES, RECURRENT_BLOCK, Family
 from node.policy.file import PolicySource
@@ -146,7 +155,7 @@ class ModelFolder:
         return FirstPolicy(
             family=self.config.model_type,
             hidden=self.config.hidden_size,
-            positions=getattr(self.config, "max_position_embeddings", None),
+            positions=longest_sequence(self.config),
             parameters=layers.total(),
             largest_layer=max(layers.values()),
             weight_bytes=sum(tensor.count * ITEM_BYTES[tensor.dtype] for tensor in self.tensors.values()),

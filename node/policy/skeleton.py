@@ -14,7 +14,7 @@ from node.policy.attention import kernel_of, layer_masks
 from node.policy.config import ATTENTION
 from node.policy.errors import MalformedPolicy
 from node.policy.experts import SORTED, use_exact_routers
-from node.policy.families import FUSED_PROJECTIONS, PROJECTIONS
+from node.policy.families import FUSED_PROJECTIONS, LONGROPE, PROJECTIONS
 from node.policy.memory import is_out_of_memory
 from node.policy.products import use_blocks
 
@@ -36,9 +36,17 @@ def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTraine
         raise MalformedPolicy(f"no model has its configuration: {error}", code="bad_config") from error
     if has_attention:
         _check_buffers(model)
+        _pin_positions(model)
     use_blocks(model)
     use_exact_routers(model)
     return model
+
+
+def _pin_positions(model: PreTrainedModel) -> None:
+    """Have transformers keep the frequencies that it begins with, whatever the longest sequence of a batch is."""
+    rotary: Any = model.base_model.rotary_emb
+    if rotary.rope_type == LONGROPE:
+        rotary.rope_type = "default"
 
 
 def _check_buffers(model: PreTrainedModel) -> None:
@@ -97,6 +105,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute, in float32, the rotary frequencies of a model with attention, and the scale of its embedding."""
     base: Any = model.base_model
     base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
+    _pin_positions(model)
     embedding = base.embed_tokens
     if hasattr(embedding, "embed_scale"):
         embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=torch.float32, device=device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.modelling.families import small_model
 from benchmarks.modelling.policies import random_policy
 from node.errors import EngineFailed
+from node.policy.config import longest_sequence
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.layers import LayeredModel
 from node.policy.models.tiny_llama import make_tokenizer
@@ -109,6 +110,32 @@ def test_positions_of_every_kind_are_the_models_own(positions: str, tmp_path: Pa
 @pytest.mark.parametrize(("stored", "runs"), [("float32", "bfloat16"), ("float16", "bfloat16"), ("float32", "float32")])
 def test_weights_are_rounded_to_the_dtype_of_the_run(stored: str, runs: str, tmp_path: Path) -> None:
     assert_same_bits(written(tmp_path, "qwen3", dtype=stored), dtype=getattr(torch, runs))
+
+
+def test_long_variants_keep_the_positions_of_short_sequences(tmp_path: Path) -> None:
+    """transformers takes others once a batch has a longer sequence: a worker that decodes beside a long one would hold
+    another model than its verifier.
+    """
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0 + at / 8 for at in range(8)],
+        "long_factor": [4.0] * 8,
+    }
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "sliding_window": None}
+    model = small_model("phi3", seed=7, rope_parameters=rope, original_max_position_embeddings=16, **sizes)
+    path = tmp_path / "policy.safetensors"
+    save_policy(model, make_tokenizer(), path)
+    assert_same_bits(path, dtype=torch.float32)
+    policy, ids = load_policy(path, dtype=torch.float32), torch.arange(3, 43)[None]
+    assert longest_sequence(policy.config) == 16
+    with torch.inference_mode():
+        short, long = (model.base_model(input_ids=ids[:, :end], use_cache=False).last_hidden_state for end in (16, 40))
+        torch.testing.assert_close(whole(policy, ids[:, :16]), short)
+        torch.testing.assert_close(whole(policy, ids)[:, :16], short)
+        assert not torch.allclose(long[:, :16], short), "or this test would show nothing"
 
 
 def assert_same_bits(path: Path, *, dtype: torch.dtype) -> None:

@@ -278,6 +278,14 @@ ATTACKS: dict[str, tuple[str, Callable[[Metadata, Tensors], object]]] = {
         "unsupported_model",
         with_config(rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}),
     ),
+    "frequencies_for_short_and_long_sequences_of_another_family": (
+        "unsupported_model",
+        with_config(
+            rope_parameters=ROPE
+            | {"rope_type": "longrope", "original_max_position_embeddings": 8}
+            | dict.fromkeys(("short_factor", "long_factor"), [1.0])
+        ),
+    ),
     "end_mark_outside_the_vocabulary": ("bad_config", with_config(eos_token_id=[1, 128])),
     "end_mark_is_a_text": ("bad_config", with_config(eos_token_id="<eos>")),
     "tokenizer_is_no_json": ("bad_tokenizer", with_metadata(tokenizer="\x80")),
@@ -372,7 +380,7 @@ WINDOWS: dict[str, tuple[str, str, dict[str, object]]] = {
         "gemma3_text",
         {"rope_parameters": {"full_attention": {"rope_type": {"rope_type": 1}}}},
     ),
-    "with_positions_that_change_with_the_length": (
+    "with_positions_whose_scale_vllm_takes_from_elsewhere": (
         "unsupported_model",
         "phi3",
         {
@@ -383,6 +391,7 @@ WINDOWS: dict[str, tuple[str, str, dict[str, object]]] = {
                 "long_factor": [1.0, 1.0, 1.0, 1.0],
                 "partial_rotary_factor": 1.0,
                 "original_max_position_embeddings": 64,
+                "attention_factor": 2.0,
             }
         },
     ),

@@ -20,6 +20,16 @@ from node.protocol.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="plans", environments=(EnvironmentSpec(name="arithmetic"),))
 FACTOR = {"rope_theta": 10000.0, "factor": 2.0**20}
+LONG = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +76,8 @@ def test_positions_of_each_kind_of_layer_have_a_table_of_their_own() -> None:
     [
         (small_config("qwen3"), "vLLM serves no qwen3 policy whose attention_bias is True"),
         (small_config("qwen2"), "vLLM serves no qwen2 policy with a window in some layers alone"),
+        (small_config("phi3", **LONG), "vLLM serves no phi3 policy whose positions are longrope"),
+        (small_config("phi3"), None),
         (small_config("qwen2", layer_types=["sliding_attention"] * 2), None),
         (small_config("qwen2", layer_types=["full_attention"] * 2, sliding_window=None), None),
     ],
