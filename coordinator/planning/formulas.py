@@ -76,6 +76,25 @@ def gathered_layer_bytes(shape: ModelShape, training: TrainingSpec, ranks: int, 
     return 2 * item * (shape.largest_layer + adapters) + (item + WIDE) * (adapters or shape.largest_layer)
 
 
+def gathered_expert_bytes(shape: ModelShape, ranks: int, *, rows: int, autocast: bool) -> float:
+    """Return what a rank receives of routed experts in a step of so many rows of each rank (FSDP2).
+
+    A layer is gathered for the forward and for the backward pass of each row, and its gradient reduced in float32.
+    """
+    return rows * (2 * (2 if autocast else WIDE) + WIDE) * shape.routed * (ranks - 1) / ranks
+
+
+def sent_state_bytes(shape: ModelShape, ranks: int, *, tokens: int, autocast: bool, recompute: bool) -> float:
+    """Return what a rank would receive in a step with expert parallelism, all of whose ranks have `tokens`.
+
+    A token's state goes to each of its experts and comes back, in each layer that has some, and so do their gradients
+    (arXiv 2006.16668); with recomputation the states do twice. Of `ranks` one is the token's own.
+    """
+    passes = 6 if recompute else 4
+    each = shape.routed_layers * shape.chosen * shape.hidden * (2 if autocast else WIDE)
+    return passes * each * tokens / ranks * (ranks - 1) / ranks
+
+
 def embedding_gradient_bytes(shape: ModelShape, ranks: int) -> int:
     """Return the gradient of a lookup, dense, of a rank's own rows, before it is added (embedding_dense_backward).
 

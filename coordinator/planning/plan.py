@@ -13,6 +13,7 @@ from coordinator.planning import formulas, roles
 from coordinator.planning.amounts import Cards
 from coordinator.planning.assumptions import Assumption, assumptions
 from coordinator.planning.cards import BANDWIDTH_SHARE, COMPUTE_SHARE, speed_of
+from coordinator.planning.experts import ExpertPlan, plan_experts
 from coordinator.planning.roles import Item, RoleMemory, TrainerOptions
 from coordinator.planning.shape import ModelShape
 from node.protocol.run import RunSpec
@@ -68,7 +69,10 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole plan. `spec` is what the run should say, `settings` what its trainer should be told."""
+    """The whole plan. `spec` is what the run should say, `settings` what its trainer should be told.
+
+    `experts` is what a trainer of a mixture would hold that had expert parallelism, which this one has not.
+    """
 
     model: ModelShape
     spec: RunSpec
@@ -79,6 +83,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     full_bytes: int
     delta_bytes: float
     broadcasts: tuple[Duration, ...]
+    experts: ExpertPlan | None
     assumptions: tuple[Assumption, ...]
 
     @property
@@ -123,6 +128,7 @@ def make_plan(
         full_bytes=full,
         delta_bytes=delta,
         broadcasts=_broadcasts(full, delta, machines),
+        experts=plan_experts(shape, spec, settings, tokens=work.tokens),
         assumptions=assumptions(delta_ratio=full / delta, cards=machines.cards, worker_cards=machines.worker_cards),
     )
 

@@ -70,7 +70,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     one (`largest_layer`), and embeddings, head and last norm together (`outside_layers`). `projections` are the layers
     that can have adapters, with the inputs and outputs of all of one name. `feed_forward` is the width that one token
     meets, of all its experts. A cache has something of each token for the `attending` layers: `latent` numbers where
-    the heads share it; keys and values of each where that is 0.
+    the heads share it; keys and values of each where that is 0. `routed` are the parameters of all layers' experts, of
+    which each of `routed_layers` has `experts`, and a token meets `chosen`: 0 without any. `largest_dense` is the
+    largest layer without its routed experts.
     """
 
     name: str
@@ -97,6 +99,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int
     positions: int
     is_tied: bool
+    experts: int
+    chosen: int
+    routed: int
+    routed_layers: int
+    largest_dense: int
 
     @property
     def embedding(self) -> int:
@@ -148,6 +155,10 @@ def _count(
     total = sum(tensor.numel() for tensor in tensors.values())
     base: Any = skeleton.base_model
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in base.layers]
+    unrouted = [
+        sum(parameter.numel() for key, parameter in layer.named_parameters() if _EXPERTS not in f".{key}")
+        for layer in base.layers
+    ]
     routed = sum(tensor.numel() for key, tensor in tensors.items() if _EXPERTS in key)
     each = sizes.num_experts_per_tok or 1
     latent = getattr(config, "kv_lora_rank", None)
@@ -185,4 +196,9 @@ def _count(
         vocabulary=sizes.vocab_size,
         positions=longest_sequence(config) or sizes.max_position_embeddings,
         is_tied=bool(config.tie_word_embeddings),
+        experts=sizes.experts if routed else 0,
+        chosen=each if routed else 0,
+        routed=routed,
+        routed_layers=sum(1 for count, dense in zip(layers, unrouted, strict=True) if count != dense),
+        largest_dense=max(unrouted),
     )

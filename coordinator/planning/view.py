@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from coordinator.planning.amounts import show_bytes, show_seconds
+from coordinator.planning.experts import ExpertPlan
 from coordinator.planning.plan import Machines, RunPlan
 from coordinator.planning.proposal import proposed_values
 from coordinator.planning.roles import RoleMemory
@@ -22,6 +23,7 @@ def render_plan(plan: RunPlan, machines: Machines) -> str:
     sections = [
         _model(plan),
         *(_memory(role, plan) for role in plan.memory),
+        *([_experts(plan.experts)] if plan.experts else []),
         _disk(plan),
         _broadcast(plan, machines),
         _work(plan, machines),
@@ -71,6 +73,17 @@ def _memory(role: RoleMemory, plan: RunPlan) -> Iterator[str]:
     if role.advice:
         short = f"is short of {show_bytes(role.missing)}: " if role.missing else ""
         yield from wrapped(f"DOES NOT FIT: {short}{role.advice}.")
+
+
+def _experts(found: ExpertPlan) -> Iterator[str]:
+    yield f"Expert parallelism over the trainer's {found.ranks} GPUs, ON PAPER ONLY"
+    yield from wrapped("The trainer shares out each layer's experts by rows, and gathers the layer (FSDP2).")
+    yield _line("experts of a layer on each GPU", f"{found.most_of_a_layer} of {found.experts}")
+    for item in found.items:
+        yield _line(item.name, show_bytes(item.bytes))
+    yield _line("together", show_bytes(found.total))
+    yield _line("a step: tokens' states that each GPU would receive", show_bytes(found.sent_bytes))
+    yield _line("a step: experts that each receives, and gradients, now", show_bytes(found.gathered_bytes))
 
 
 def _disk(plan: RunPlan) -> Iterator[str]:

@@ -23,6 +23,7 @@ from benchmarks.modelling.families import telling_fields
 from coordinator.errors import BadConfiguration, UnfitModel
 from coordinator.planning import formulas, roles
 from coordinator.planning.amounts import Cards, parse_cards, parse_rate
+from coordinator.planning.experts import plan_experts
 from coordinator.planning.plan import Machines, make_plan
 from coordinator.planning.proposal import first_spec
 from coordinator.planning.shape import ModelShape, read_shape
@@ -185,6 +186,27 @@ def test_of_a_model_with_experts_is_counted_what_a_token_meets(tmp_path: Path) -
         assert shape.runs_here == runs_here
         assert shape.parameters - shape.active == 2 * 6 * expert, "two layers, in which a token meets 2 of 8 experts"
         assert shape.feed_forward == 2 * 48
+        assert (shape.experts, shape.chosen, shape.routed_layers, shape.routed) == (8, 2, 2, 2 * 8 * expert)
+        assert shape.largest_dense == shape.largest_layer - 8 * expert
+
+
+def test_with_expert_parallelism_states_move_in_place_of_experts() -> None:
+    """Who rents by this plan would have GPUs for gathered experts, or links for none of the tokens' states."""
+    shape = published("GLM-4.5-Air")
+    spec = first_spec(shape, initial="/model", context=None, group_size=None)
+    settings = roles.TrainerOptions(ranks=32, row_tokens=4096, recompute=False, autocast=True)
+    found = plan_experts(shape, spec, settings, tokens=32 * 4096)
+    assert found is not None
+    assert found.most_of_a_layer == 4
+    gathers = sum(item.bytes for item in roles.trainer_items(shape, spec, settings))
+    met = next(item.bytes for item in found.items if item.name.startswith("states"))
+    layer = 10 * (shape.largest_layer - shape.largest_dense)
+    assert found.total == pytest.approx(gathers - layer + met + roles.CUDA_BYTES), "a gathered layer has no experts"
+    there_and_back = 2 * 45 * 8 * 4096 * 2 * 4096
+    assert found.sent_bytes == pytest.approx(2 * there_and_back * 31 / 32), "of 4,096 tokens, and of gradients"
+    assert plan_experts(published("Qwen3-4B"), spec, settings, tokens=4096) is None
+    alone = msgspec.structs.replace(settings, ranks=1)
+    assert plan_experts(shape, spec, alone, tokens=4096) is None
 
 
 def test_adapters_of_a_model_that_is_planned_on_paper_are_refused(tmp_path: Path) -> None:

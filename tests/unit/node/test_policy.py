@@ -283,7 +283,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Metadata, Tensors], object]]] = {
         with_config(
             rope_parameters=ROPE
             | {"rope_type": "longrope", "original_max_position_embeddings": 8}
-            | dict.fromkeys(("short_factor", "long_factor"), [1.0])
+            | {"short_factor": [1.0], "long_factor": [1.0]}
         ),
     ),
     "end_mark_outside_the_vocabulary": ("bad_config", with_config(eos_token_id=[1, 128])),
