@@ -32,13 +32,16 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
     """The completions of one problem, leased from policy `version`, with one reward each.
 
     `environment`: the number of the run's environment that the problem is of. It follows from the slot, so that blobs
-    do not have it: None until a batch is read (`coordinator.training.batches`).
+    do not have it: None until a batch is read (`coordinator.training.batches`). `experts`: those that each
+    completion's tokens but the last met where its log-probabilities are from (`node.policy.routing`); b"" if they are
+    not known, and () if they are of no completion.
     """
 
     version: int
     rewards: tuple[float, ...]
     rollouts: tuple[Sample, ...]
     environment: int | None = None
+    experts: tuple[bytes, ...] = ()
 
     @property
     def has_signal(self) -> bool:

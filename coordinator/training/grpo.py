@@ -31,6 +31,7 @@ from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, ro
 from coordinator.training.repeatable import repeatable, set_training
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
 from node.policy.models.base import RecurrentForCausalLM
+from node.policy.routing import replayed_choices
 from node.protocol.run import RunSpec, TeacherSpec
 
 log = logging.getLogger(__name__)
@@ -131,8 +132,11 @@ def score(group: Group, *, spec: RunSpec, step: int) -> list[Scored]:
             advantage,
             staleness(sample, leased=group.version, step=step),
             recipe.completion_weight(tokens, training=training),
+            experts,
         )
-        for sample, advantage, tokens in zip(group.rollouts, advantages, lengths, strict=True)
+        for sample, advantage, tokens, experts in zip(
+            group.rollouts, advantages, lengths, group.experts or [b""] * len(lengths), strict=True
+        )
     ]
 
 
@@ -198,8 +202,15 @@ class Updates:
 
     def _backward(self, row: PackedRow, *, divisor: float) -> RowSums:
         """Accumulate a row's part of the gradient of the minibatch's loss."""
-        training, temperature = self.spec.training, self.spec.sampling.temperature
         self.experts.is_counting = bool(row.weight.any())  # a filler row is there for the other processes alone
+        # Around both passes, as recomputed activations have to meet the same experts.
+        if row.experts is None:
+            return self._forward_and_backward(row, divisor=divisor)
+        with replayed_choices(self.model, row.experts.choices, row.experts.is_known):
+            return self._forward_and_backward(row, divisor=divisor)
+
+    def _forward_and_backward(self, row: PackedRow, *, divisor: float) -> RowSums:
+        training, temperature = self.spec.training, self.spec.sampling.temperature
         states_ND, reference_N, teacher_N = self._forward(row)
         log_ratio_N, own = self._of_completions(states_ND, row, reference_N, divisor=divisor)
 

@@ -29,12 +29,16 @@ MAX_WIDTH, MAX_WIDTH_RECURRENT = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A sample, its advantage, each token's staleness in versions, and its tokens' weight in the loss."""
+    """A sample, its advantage, each token's staleness in versions, and its tokens' weight in the loss.
+
+    `experts` are those that its tokens but the last met where its log-probabilities are from (`Group`).
+    """
 
     sample: Sample
     advantage: float
     staleness: tuple[int, ...]
     weight: float = 1.0
+    experts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +70,30 @@ class PackedLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedChoices:
+    """The experts that a row's tokens met where their log-probabilities are from: `choices` uint8 [L, bytes] for those
+    of `is_known` [L], as `node.policy.routing.replayed_choices` takes them.
+    """
+
+    choices: Tensor
+    is_known: Tensor
+
+    def to(self, device: torch.device) -> PackedChoices:
+        """Move to a device."""
+        return PackedChoices(self.choices.to(device), self.is_known.to(device))
+
+
+@dataclass(frozen=True, slots=True)
 class PackedRow:
     """L tokens, of which N were drawn. `ids` and `positions` [1, L]; the others [N].
 
     `predicts` are the row indices whose final states predict the drawn tokens `targets`; `behaviour` are the
     log-probabilities they were drawn with. `completion` numbers the row's samples from 0, `weight` is their tokens' in
-    the loss, 0 in a filler row. A recurrent policy's rows have no layout.
+    the loss, 0 in a filler row. A recurrent policy's rows have no layout. `experts` is None where none are known.
     """
 
     layout: PackedLayout | None
+    experts: PackedChoices | None
     ids: Tensor
     positions: Tensor
     predicts: Tensor
@@ -87,7 +106,8 @@ class PackedRow:
 
     def to(self, device: torch.device) -> PackedRow:
         """Move to a device."""
-        return self._map_tensors(lambda tensor: tensor.to(device), self.layout and self.layout.to(device))
+        moved = self._map_tensors(lambda tensor: tensor.to(device), self.layout and self.layout.to(device))
+        return replace(moved, experts=self.experts and self.experts.to(device))
 
     def filler(self) -> PackedRow:
         """Return a filler row without effect: all processes need equally many forward passes."""
@@ -96,8 +116,9 @@ class PackedRow:
         return replace(cut, predicts=torch.zeros_like(cut.predicts), weight=torch.zeros_like(cut.weight))
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor], layout: PackedLayout | None) -> PackedRow:
-        tensors = {each.name: change(getattr(self, each.name)) for each in fields(self) if each.name != "layout"}
-        return PackedRow(layout=layout, **tensors)
+        others = ("layout", "experts")
+        tensors = {each.name: change(getattr(self, each.name)) for each in fields(self) if each.name not in others}
+        return PackedRow(layout=layout, experts=None, **tensors)
 
 
 def pack(scored: Sequence[Scored], *, row_tokens: int, recurrent: bool = False) -> list[PackedRow]:
@@ -162,6 +183,7 @@ def _row(scored: Sequence[Scored], *, shares_prompts: bool) -> PackedRow:
         prompt = each.sample.prompt_ids
     return PackedRow(
         layout=_layout(columns, len(ids)) if shares_prompts else None,
+        experts=_choices(scored, columns, len(ids)),
         ids=torch.tensor(ids)[None],
         positions=torch.tensor(positions)[None],
         predicts=torch.tensor(predicts),
@@ -172,6 +194,21 @@ def _row(scored: Sequence[Scored], *, shares_prompts: bool) -> PackedRow:
         completion=torch.tensor([at for at, each in enumerate(scored) for _ in each.sample.completion_ids]),
         weight=torch.tensor([each.weight for each in scored for _ in each.sample.completion_ids]),
     )
+
+
+def _choices(scored: Sequence[Scored], columns: Sequence[Sequence[int]], length: int) -> PackedChoices | None:
+    """Lay out the experts that samples' tokens met; a shared prompt's are those of the last sample that has any."""
+    known = [(own[:-1], each.experts) for each, own in zip(scored, columns, strict=True) if each.experts]
+    if not known:
+        return None
+    first, experts = known[0]
+    choices = torch.zeros(length, len(experts) // len(first), dtype=torch.uint8)
+    is_known = torch.zeros(length, dtype=torch.bool)
+    for own, experts in known:
+        # Copied: what bytes hold is not to be written, and torch warns that it might be.
+        choices[own] = torch.frombuffer(bytearray(experts), dtype=torch.uint8).view(len(own), -1)
+        is_known[own] = True
+    return PackedChoices(choices, is_known)
 
 
 def _layout(columns: Sequence[Sequence[int]], length: int) -> PackedLayout:

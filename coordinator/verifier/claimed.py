@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from coordinator.storage.verdicts import QueueItem
+from coordinator.training.group_size import MAX_CHOICE_BYTES
 from coordinator.training.groups import Group, Sample
 from coordinator.verifier.evidence import EvidenceLimits, encode_evidence, kept_tokens
 from node.policy.file import Blueprint, render_completion, render_tokens
@@ -48,8 +49,14 @@ def claim_of(claimed: QueueItem, rollouts: Sequence[Rollout]) -> Claim:
     )
 
 
-def group_of(claimed: QueueItem, judgement: JudgedClaim) -> Group:
-    """Return what is trained on of an admitted submission."""
+def group_of(claimed: QueueItem, judgement: JudgedClaim, *, spec: RunSpec) -> Group:
+    """Return what is trained on of an admitted submission.
+
+    In float32 a trainer chooses the experts that the verifier's prefill chose, so that none are kept; nor are those of
+    a policy with more choices than a group has room for.
+    """
+    most = 0 if spec.model.dtype == "float32" else MAX_CHOICE_BYTES * spec.sampling.most_tokens
+    experts = tuple(one if len(one) <= most else b"" for one in judgement.experts)
     samples = tuple(
         Sample(
             prompt_ids=tuple(rollout.prompt_ids),
@@ -62,7 +69,12 @@ def group_of(claimed: QueueItem, judgement: JudgedClaim) -> Group:
             judgement.rollouts, judgement.logprobs or (), judgement.replies, strict=True
         )
     )
-    return Group(version=claimed.version, rewards=judgement.verdict.rewards or (), rollouts=samples)
+    return Group(
+        version=claimed.version,
+        rewards=judgement.verdict.rewards or (),
+        rollouts=samples,
+        experts=experts if any(experts) else (),
+    )
 
 
 def evidence_of(judgement: JudgedClaim, blueprint: Blueprint, *, limits: EvidenceLimits, spec: RunSpec) -> bytes | None:

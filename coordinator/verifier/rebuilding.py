@@ -89,7 +89,7 @@ class GroupRebuilder:
             )
             if isinstance(found, PolicyUnavailable) or found.verdict.outcome is not Outcome.ADMITTED:
                 break
-            if digest(encode_group(group_of(claimed, found))) == kept.blob:
+            if digest(encode_group(group_of(claimed, found, spec=self._home.spec))) == kept.blob:
                 break
         return found
 
@@ -101,7 +101,7 @@ class GroupRebuilder:
         """Keep the group if its rewards are the logged ones and, once a policy was trained on it, if each bit is."""
         verdict, blob = found.verdict, None
         if verdict.outcome is Outcome.ADMITTED and tuple(verdict.rewards or ()) == kept.rewards:
-            data = encode_group(group_of(claimed, found))
+            data = encode_group(group_of(claimed, found, spec=self._home.spec))
             if digest(data) == kept.blob or not kept.is_trained:
                 blob = self._home.blobs.put(data)
         with self._home.database.write() as connection:

@@ -71,7 +71,7 @@ class VerdictRecorder:
         evidence = self._evidence(claimed, judgement, blueprints)
         claimed = self._bodies.keep(claimed)
         is_group = verdict.outcome is Outcome.ADMITTED and not claimed.recheck
-        group = blobs.put(encode_group(group_of(claimed, judgement))) if is_group else None
+        group = blobs.put(encode_group(group_of(claimed, judgement, spec=self._home.spec))) if is_group else None
         return claimed, verdict, group, None if evidence is None else blobs.put(evidence)
 
     def _evidence(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from node.policy.experts import routers
 from node.policy.layout import dtype_of, stored_layout
 from node.policy.products import LogitRule, OutputHead
 from node.policy.reading import OpenPolicy
@@ -55,6 +56,11 @@ class LayeredModel:
     def state_bytes(self) -> int:
         """Bytes of one token's hidden state."""
         return self._file.blueprint.hidden * self._dtype.itemsize
+
+    @property
+    def routers(self) -> list[Any]:
+        """The routers of its layers, which each see all batches in their order; none without experts."""
+        return [router for layer in self._layers for router in routers(layer)]
 
     def hidden_states(self, batches: Sequence[Tensor]) -> list[Tensor]:
         """Return the final hidden states [B, T, hidden] of each batch of token ids [B, T], reading each layer once.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
+from node.policy.routing import choices_of_lines
+from node.protocol.reasons import Refusal
+from node.verification.deviations import SpanMeasured
 from node.verification.spans import Span
 
 MAX_BATCH_TOKENS = 16 * 1024
@@ -40,4 +44,17 @@ def predicting(hidden: Tensor, batch: Sequence[Span]) -> list[Tensor]:
     """Return each span's rows [tokens, hidden] of `hidden` [spans, tokens, hidden] that its tokens come from."""
     return [
         span.predicted_from(hidden[index, len(span.context_ids) - 1 : span.length]) for index, span in enumerate(batch)
+    ]
+
+
+def with_experts(
+    measured: Sequence[SpanMeasured | Refusal], chosen: Sequence[Tensor], batch: Sequence[Span]
+) -> list[SpanMeasured | Refusal]:
+    """Add to a batch's measurements the experts that each span's inputs met: what each router chose of the batch."""
+    choices = choices_of_lines(chosen, lines=len(batch))
+    if choices is None:
+        return list(measured)
+    return [
+        one if isinstance(one, Refusal) else msgspec.structs.replace(one, experts=line[: span.length].numpy().tobytes())
+        for one, line, span in zip(measured, choices, batch, strict=True)
     ]

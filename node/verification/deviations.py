@@ -25,7 +25,9 @@ class SpanMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `exponent_mismatches`, `mantissa_means` and `mantissa_medians` are of each chunk, `sketch_errors` eight of each
     token, in steps; each is empty where the run's proofs do not have it. `sketch_disagreements` say of each token how
     far two readings of it are apart (`node.verification.readings`); empty where there was one. `logprobs` are the
-    recomputed ones; `margins` say by how much each token lost against the forced one.
+    recomputed ones; `margins` say by how much each token lost against the forced one. `experts` are those that each
+    input token met, its context included (`node.policy.routing`): empty without experts, or where the engine keeps
+    them to itself.
     """
 
     exponent_mismatches: list[float]
@@ -35,6 +37,7 @@ class SpanMeasured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: list[float]
     margins: list[float]
     sketch_disagreements: list[float] = []
+    experts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +113,17 @@ class Deviations:
 
 @dataclass(frozen=True, slots=True)
 class RowMeasured:
-    """Measurement of one rollout: figures and totals to judge, log-probabilities to train on.
+    """Measurement of one rollout: figures and totals to judge, log-probabilities and `experts` to train on.
 
-    `deviations` are the underlying values.
+    `deviations` are the underlying values. `experts` are those that each token but the last met, under the policy that
+    drew what follows; empty if they are not known.
     """
 
     figures: Figures
     totals: Totals
     logprobs: Sequence[float]
     deviations: Deviations
+    experts: bytes = b""
 
     @staticmethod
     def of(spans: Sequence[SpanMeasured], logprobs: Sequence[float], *, limits: LimitsSpec) -> RowMeasured:
@@ -129,7 +134,18 @@ class RowMeasured:
             totals=deviations.totals(limits),
             logprobs=[value for span in spans for value in span.logprobs],
             deviations=deviations,
+            experts=_experts(spans),
         )
+
+
+def _experts(spans: Sequence[SpanMeasured]) -> bytes:
+    """Join what the tokens of a rollout's spans met: of each span what those before it did not have as input."""
+    found = b""
+    for span in spans:
+        if not span.experts:
+            return b""
+        found += span.experts[len(found) :]
+    return found
 
 
 def sketch_distances(errors: Sequence[Sequence[float]]) -> list[float]:

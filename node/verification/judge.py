@@ -64,6 +64,11 @@ class JudgedClaim:
     rows: Mapping[int, RowMeasured] = field(default_factory=dict)
 
     @property
+    def experts(self) -> list[bytes]:
+        """The experts that each rollout's tokens met (`RowMeasured`), b"" in rows that were not measured."""
+        return [self.rows[row].experts if row in self.rows else b"" for row in range(len(self.rollouts))]
+
+    @property
     def logprobs(self) -> list[Sequence[float]] | None:
         """The log-probabilities to train on, recomputed in measured rows; None unless the group is admitted."""
         if self.verdict.outcome is not Outcome.ADMITTED:

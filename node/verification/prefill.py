@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from node.errors import EngineFailed
+from node.policy.experts import routers
 from node.policy.file import Blueprint, Policy
 from node.policy.memory import unless_out_of_memory
 from node.policy.reading import OpenPolicy, load_once
+from node.policy.routing import noted_choices
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
-from node.verification.batches import batches, padded_ids, predicting
+from node.verification.batches import batches, padded_ids, predicting, with_experts
 from node.verification.deviations import SpanMeasured
 from node.verification.spans import Span, measure_states
 from node.verification.streamed import StreamedPrefill
@@ -134,14 +136,17 @@ class TransformersPrefill:
         with torch.inference_mode():
             for batch in batches(spans):
                 own = [spans[index] for index in batch]
+                with noted_choices(routers(self._policy.model)) as noted:
+                    states = self._hidden_states(own)
                 measured = measure_states(
                     own,
-                    self._hidden_states(own),
+                    states,
                     self._policy.head,
                     temperature=spec.sampling.temperature,
                     proofs=spec.proofs,
                 )
-                results.update(zip(batch, measured, strict=True))
+                found = with_experts(measured, [chosen for (chosen,) in noted], own)
+                results.update(zip(batch, found, strict=True))
         return [results[index] for index in range(len(spans))]
 
     def _hidden_states(self, batch: Sequence[Span]) -> list[Tensor]:

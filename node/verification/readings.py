@@ -107,6 +107,7 @@ def _merged(one: SpanMeasured | Refusal, exact: SpanMeasured | Refusal) -> SpanM
         sketch_disagreements=distances(apart).tolist() if one.sketch_errors else [],
         logprobs=exact.logprobs,
         margins=_nearer(one.margins, exact.margins),
+        experts=exact.experts,
     )
 
 

@@ -128,7 +128,7 @@ def exact_states(
     found: dict[int, Tensor] = {}
     with torch.inference_mode():
         for done in state_passes(model, spans):
-            for batch, states in done:
+            for batch, states, _ in done:
                 found.update(zip(batch, states, strict=True))
     return [found[index] for index in range(len(spans))]
 

@@ -15,17 +15,20 @@ from torch import Tensor
 from node.policy.file import Blueprint
 from node.policy.layers import LayeredModel
 from node.policy.reading import OpenPolicy
+from node.policy.routing import noted_choices
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
-from node.verification.batches import batches, padded_ids, predicting
+from node.verification.batches import batches, padded_ids, predicting, with_experts
 from node.verification.deviations import SpanMeasured
 from node.verification.spans import Span, measure_states
 
 MAX_STATE_BYTES = 2**30
 """Hidden states that go through the layers together; more spans take another pass over the file."""
 
-Batch = tuple[list[int], list[Tensor]]
-"""Indices of spans, and the hidden states [tokens, hidden] that each one's tokens are predicted from."""
+Batch = tuple[list[int], list[Tensor], list[Tensor]]
+"""Indices of spans, the hidden states [tokens, hidden] that each one's tokens are predicted from, and what each router
+chose of the whole batch [inputs, experts].
+"""
 
 
 class StreamedPrefill:
@@ -52,25 +55,27 @@ class StreamedPrefill:
         with torch.inference_mode():
             for done in state_passes(model, spans):
                 head = model.head()
-                for batch, states in done:
+                for batch, states, chosen in done:
+                    own = [spans[index] for index in batch]
                     measured = measure_states(
-                        [spans[index] for index in batch],
+                        own,
                         states,
                         head,
                         temperature=spec.sampling.temperature,
                         proofs=spec.proofs,
                     )
-                    results.update(zip(batch, measured, strict=True))
+                    results.update(zip(batch, with_experts(measured, chosen, own), strict=True))
         return [results[index] for index in range(len(spans))]
 
 
 def state_passes(model: LayeredModel, spans: Sequence[Span]) -> Iterator[list[Batch]]:
     """Yield the batches of each pass over the policy's file, whose hidden states take at most MAX_STATE_BYTES."""
     for group in _grouped(spans, most=MAX_STATE_BYTES // model.state_bytes):
-        hidden = model.hidden_states([padded_ids([spans[index] for index in batch]) for batch in group])
+        with noted_choices(model.routers) as noted:
+            hidden = model.hidden_states([padded_ids([spans[index] for index in batch]) for batch in group])
         yield [
-            (batch, predicting(states, [spans[index] for index in batch]))
-            for batch, states in zip(group, hidden, strict=True)
+            (batch, predicting(states, [spans[index] for index in batch]), [chosen[at] for chosen in noted])
+            for at, (batch, states) in enumerate(zip(group, hidden, strict=True))
         ]
 
 

@@ -27,6 +27,7 @@ from node.policy.file import load_policy, save_policy
 from node.policy.folder import open_folder
 from node.policy.header import stored_tensors
 from node.policy.models.tiny_llama import make_tokenizer
+from node.policy.routing import choices_of_lines, noted_choices, replayed_choices
 from node.policy.skeleton import unique_tensors
 
 MIXTURES = sorted(name for name, family in ATTENTION_FAMILIES.items() if family.experts)
@@ -134,3 +135,49 @@ def test_experts_and_their_gradients_are_those_of_transformers(family: str) -> N
 
 def _is_experts(module: Any) -> bool:
     return isinstance(getattr(module, "gate_up_proj", None), torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_replayed_tokens_meet_given_experts_by_the_routers_own_weights(family: str) -> None:
+    """A trainer's gradient would go through other experts than the verifier's, or weigh the right ones wrongly."""
+    model: Any = small_model(family)
+    found = routers(model)
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def states() -> tuple[Tensor, list[Tensor]]:
+        with noted_choices(found) as noted:
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden, [chosen for (chosen,) in noted]
+
+    plain, own = states()
+    choices, every = choices_of_lines(own, lines=2), torch.ones(18, dtype=torch.bool)
+    assert choices is not None
+    with replayed_choices(model, choices.flatten(0, 1), every):
+        torch.testing.assert_close(states()[0], plain)
+    others = [(chosen + 1) % router.num_experts for chosen, router in zip(own, found, strict=True)]
+    choices = choices_of_lines(others, lines=2)
+    assert choices is not None
+    is_known = every.clone()
+    is_known[5:7] = False
+    with replayed_choices(model, choices.flatten(0, 1), is_known):
+        changed, met = states()
+    assert not torch.allclose(changed, plain)
+    for chosen, other in zip(met, others, strict=True):
+        assert torch.equal(chosen[is_known], other[is_known])
+    assert torch.equal(met[0][5:7], own[0][5:7]), "a token of which nothing is known meets its router's"
+    with (
+        pytest.raises(ValueError, match="not the choices of this model"),
+        replayed_choices(model, choices[0, :, 1:], every[:9]),
+    ):
+        pass
+
+
+def test_a_layer_of_many_experts_takes_two_bytes_for_each() -> None:
+    """The 300th expert would be the 44th."""
+    model: Any = small_model("qwen3_moe", num_experts=300, num_experts_per_tok=2)
+    (router,) = routers(model)
+    given = torch.tensor([[299, 44]] * 3, dtype=torch.int16)
+    choices = choices_of_lines([given], lines=1)
+    assert choices is not None
+    with replayed_choices(model, choices[0], torch.ones(3, dtype=torch.bool)):
+        assert router(torch.randn(3, model.config.hidden_size))[2].tolist() == given.tolist()
