@@ -21,7 +21,8 @@ float32 (`limits.readings`; `--readings 1` for once).
 
 A second run of a random policy over 32,000 tokens (23 million weights) repeats the changed weights with `_mid`, and one
 of a tiny random policy of each of `--families`, drawn by the torch engine, with `_FAMILY`: there beside the attacks
-that only its architecture allows, such as an expert dropped, or half the window (`benchmarks.families` has all). The
+that only its architecture allows, such as an expert dropped, or half the window (`benchmarks.families` has all).
+`--groups 0 --mid-groups 0` measures these families alone, and `--keep` puts them beside an earlier result. The
 floor of the honest columns is the stated false-rejection bound, `--false-rejections` for each sum that is judged.
 """
 
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -342,8 +344,9 @@ async def of_family(family: str, options: argparse.Namespace, folder: Path) -> d
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads(options.keep.read_text())["figures"] if options.keep else {}
     with tempfile.TemporaryDirectory() as folder:
-        figures = await trained(options, Path(folder))
+        figures |= await trained(options, Path(folder)) if options.groups else {}
         figures |= await random_policy(options, Path(folder)) if options.mid_groups else {}
         for family in options.families:
             figures |= await of_family(family, options, Path(folder))
@@ -353,13 +356,16 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = workload.make_parser(__doc__, tokens=64, hidden=256, layers=8)
     told = f"with attacks of their own (default: {' '.join(FAMILIES)})"
-    parser.add_argument("--groups", type=int, default=2800, help="honest groups of 8 (default 2800)")
+    parser.add_argument(
+        "--groups", type=int, default=2800, help="honest groups of 8 (default 2800); 0: no trained policy"
+    )
     parser.add_argument("--cheat-groups", type=int, default=128, help="groups of each cheat (default 128)")
     parser.add_argument("--mid-groups", type=int, default=48, help="honest groups of the random policy; 0: none")
     parser.add_argument(
         "--families", nargs="*", choices=sorted(ATTENTION_FAMILIES), default=FAMILIES, metavar="FAMILY", help=told
     )
     parser.add_argument("--family-groups", type=int, default=96, help="honest groups of each of these (default 96)")
+    parser.add_argument("--keep", type=Path, metavar="RESULT", help="add to the figures of an earlier result's file")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default {STEPS})")
     parser.add_argument("--step", type=float, default=0.005, help="the sketch's step (default 0.005)")
     parser.add_argument("--readings", type=int, choices=(1, 2), default=2, help="of each rollout (default 2)")
