@@ -1,17 +1,21 @@
 """How often decoding and a prefill choose other experts, what that does to a token, and who is caught in spite of it.
 
-`python -m benchmarks.routing [--json]`. Two parts:
+`python -m benchmarks.routing [--json]`. Three parts:
 
 - `choices`: models of random weights, whose routers' logits have a standard deviation of 1. The torch engine's decoder
   reads 32 prompts and then `--tokens` given tokens of each; the reference prefill reads the whole. Counted are tokens
   for which a layer's router chose another set of experts, and how far the final state is off, relative to its
   length, for tokens of which some layer did and for those of which none did. `mixtral` and `qwen3_moe` have routers in
   the run's dtype, `glm4_moe` in float32; `float32 router` computes the same weights in float32 in the former, too.
+- `replay`: the same models. Groups are drawn by the torch engine and read as a verifier does; the trainer computes
+  the same tokens from the float32 weights that were rounded to the policy, through the experts that its own routers
+  choose, and through the verifier's: shares of other choices, and how far log-probabilities are from the verifier's.
+  Then once more after a training step at a learning rate of 1e-6.
 - `caught`: a small mixture after a warm start (`--warm-start` of its steps), in bfloat16, read twice, and
   `swarmproof calibrate` of it with the torch engine: honest groups that were rejected, of those that no level was
   fitted to, and groups of each cheat that were.
 
-There is nothing to compare with; the floor of `choices` is 0, which float32 reaches.
+There is nothing to compare with; the floor of `choices` and `replay` is 0, which float32 reaches.
 """
 
 from __future__ import annotations
@@ -27,12 +31,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.modelling.families import small_config
+from benchmarks.modelling.replayed import measure_replay
 from benchmarks.report import make_parser, report, say
 from coordinator.calibration.procedure import CalibrationSettings, calibrate
 from coordinator.training.warm_start import GUESSING_STAGE, WORKED_STAGE, demonstration, learn
@@ -42,6 +48,7 @@ from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import load_policy, save_policy
 from node.policy.layout import cast
 from node.policy.models.tiny_llama import TINY_HIDDEN, VOCABULARY, make_tokenizer
+from node.policy.routing import noted_choices
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ModelSpec, ProofSpec, RunSpec, SamplingSpec
 
 PROMPT = 33
@@ -54,6 +61,13 @@ CASES = (
 )
 TRAINED = (("mixtral", 8, 2, 2), ("qwen3_moe", 32, 4, 3))
 """Family, experts, chosen ones and layers."""
+TRAINERS = (
+    ("float32", 1, "float32"),
+    ("bfloat16", 1, "float32"),
+    ("bfloat16", 1, "autocast"),
+    ("bfloat16", 2, "float32"),
+)
+"""Dtype of the run, its readings, and what the trainer computes in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +82,16 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=64, help="decoded of each prompt (default 64)")
     parser.add_argument("--layers", type=int, default=6, help="of the models of random weights (default 6)")
+    parser.add_argument("--replay-groups", type=int, default=8, help="of 8 completions that are replayed (default 8)")
     parser.add_argument("--warm-start", type=float, default=1.0, help="share of the warm start's steps (default 1)")
     parser.add_argument("--groups", type=int, default=256, help="honest groups of each kernel (default 256)")
     parser.add_argument("--cheat-groups", type=int, default=32, help="groups of each cheat (default 32)")
-    parser.add_argument("--only", choices=("choices", "caught"), help="one part alone")
+    parser.add_argument("--only", choices=("choices", "replay", "caught"), help="one part alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    choices = [] if options.only == "caught" else all_choices(options)
-    caught = [] if options.only == "choices" else [row for case in TRAINED for row in all_caught(*case, options)]
+    choices = all_choices(options) if options.only in (None, "choices") else []
+    replay = all_replayed(options) if options.only in (None, "replay") else []
+    caught = [row for case in TRAINED for row in all_caught(*case, options)] if options.only in (None, "caught") else []
     figures = {
         "other_experts_bfloat16_most": max(
             (row["other_experts"] for row in choices if row["dtype"] == "bfloat16"), default=None
@@ -83,10 +99,14 @@ def main() -> None:
         "other_experts_float32_most": max(
             (row["other_experts"] for row in choices if row["dtype"] == "float32"), default=None
         ),
+        "replayed_over_own_kl_most": max(
+            (row["replayed_kl"] / row["own_kl"] for row in replay if row["other_experts"] and not row["steps"]),
+            default=None,
+        ),
         "honest_rejected": sum(row["rejected"] for row in caught if row["is_honest"]) if caught else None,
     }
     notes = {name: "--only left it out" for name, value in figures.items() if value is None}
-    report("routing", options, figures, notes, choices=choices, caught=caught)
+    report("routing", options, figures, notes, choices=choices, replay=replay, caught=caught)
 
 
 def all_choices(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -171,16 +191,9 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
 
 def watched(model: PreTrainedModel, run: Callable[[], Tensor]) -> Choices:
     """Call `run`, and return what the routers of `model` chose meanwhile, with the states that it returns."""
-    found: dict[int, list[Tensor]] = {}
-
-    def note(layer: int, _router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        found.setdefault(layer, []).append(output[2].sort(-1).values)
-
-    handles = [router.register_forward_hook(partial(note, at)) for at, router in enumerate(routers(model))]
-    states = run()
-    for handle in handles:
-        handle.remove()
-    return Choices(torch.stack([torch.cat(found[layer]) for layer in sorted(found)]), states)
+    with noted_choices(routers(model)) as noted:
+        states = run()
+    return Choices(torch.stack([torch.cat(passes) for passes in noted]).sort(-1).values, states)
 
 
 def _in_float32(model: PreTrainedModel) -> None:
@@ -197,6 +210,36 @@ def _again_in_float32(router: Any, inputs: tuple[Tensor], output: tuple[Tensor, 
     return logits, weights.to(output[1].dtype), chosen
 
 
+def all_replayed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure each of CASES for each kind of run and of trainer."""
+    rows = []
+    for family, experts, chosen in CASES:
+        model = spread(mixture(family, experts, chosen, layers=options.layers))
+        for run, readings, trainer in TRAINERS:
+            say(f"replay: {family}, {chosen} of {experts}, {run}, {trainer}")
+            spec = run_spec(run, readings=readings)
+            training = msgspec.structs.replace(spec.training, learning_rate=1e-6, warmup_steps=0)
+            spec = msgspec.structs.replace(spec, training=training)
+            autocast = None if trainer == "float32" else torch.bfloat16
+            found = measure_replay(model, spec=spec, autocast=autocast, groups=options.replay_groups, steps=1)
+            known = {"family": family, "experts": f"{chosen} of {experts}", "run": run, "readings": readings}
+            rows += [known | {"trainer": trainer} | row for row in found]
+            say(f"replay: {found}")
+    return rows
+
+
+def run_spec(dtype: str, *, readings: int) -> RunSpec:
+    """Return the rules of a run of arithmetic."""
+    return RunSpec(
+        name="routing",
+        environments=(EnvironmentSpec(name="arithmetic"),),
+        model=ModelSpec(dtype=dtype),
+        proofs=ProofSpec(scheme="toploc/1+sketch/1"),
+        sampling=SamplingSpec(max_prompt_tokens=64, max_new_tokens=48),
+        limits=LimitsSpec(readings=readings),
+    )
+
+
 def all_caught(
     family: str, experts: int, chosen: int, layers: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
@@ -207,14 +250,7 @@ def all_caught(
     steps = max(1, round(240 * options.warm_start))
     stages = [replace(WORKED_STAGE, steps=steps), replace(GUESSING_STAGE, steps=max(1, steps // 6))]
     learn(model, tokenizer, stages, lambda stage: demonstration(rng, stage))
-    spec = RunSpec(
-        name="routing",
-        environments=(EnvironmentSpec(name="arithmetic"),),
-        model=ModelSpec(dtype="bfloat16"),
-        proofs=ProofSpec(scheme="toploc/1+sketch/1"),
-        sampling=SamplingSpec(max_prompt_tokens=64, max_new_tokens=48),
-        limits=LimitsSpec(readings=2),
-    )
+    spec = run_spec("bfloat16", readings=2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "policy")
         save_policy(cast(model, torch.bfloat16), tokenizer, path)
@@ -222,6 +258,8 @@ def all_caught(
         say(f"calibrating {family}, {chosen} of {experts}")
         result = asyncio.run(calibrate(spec, settings))
     honest = {one.name for one in result.honest}
+    for one in (*result.honest, *result.cheats):
+        say(f"{one.name}: {one.rejected_groups} of {one.caught.groups} rejected")
     return [
         {
             "family": family,

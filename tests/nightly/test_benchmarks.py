@@ -219,10 +219,11 @@ CASES = {
         sections=["attacks"],
     ),
     "routing": Case(
-        "--tokens 4 --layers 1 --warm-start 0.01 --groups 4 --cheat-groups 1",
-        "other_experts_bfloat16_most other_experts_float32_most honest_rejected",
+        "--tokens 4 --layers 1 --replay-groups 3 --warm-start 0.01 --groups 4 --cheat-groups 1",
+        """other_experts_bfloat16_most other_experts_float32_most replayed_over_own_kl_most
+        honest_rejected""",
         equal={"other_experts_float32_most": 0},
-        sections=["choices", "caught"],
+        sections=["choices", "replay", "caught"],
     ),
     "sampling": Case(
         "--rounds 1 --vocabulary 1000",
