@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,6 +95,8 @@ class Internet:
 
     logs: Path
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    programs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What `swarmproof` is in a place; the checkout's where a place is not named."""
 
     def name(self, place: str) -> str:
         """Of its namespace."""
@@ -179,7 +181,8 @@ class Internet:
         return ["ip", "netns", "exec", self.name(place)]
 
     def _swarmproof(self, place: str, arguments: tuple[str, ...]) -> list[str]:
-        return [*self._inside(place), sys.executable, "-m", "node.cli", *arguments]
+        program = self.programs.get(place, (sys.executable, "-m", "node.cli"))
+        return [*self._inside(place), *program, *arguments]
 
 
 @contextlib.contextmanager
