@@ -87,6 +87,7 @@ def leader(
     from coordinator.metrics.roles import leader_registry
     from coordinator.run.leader import Leader
     from node.runtime.metrics import serving_metrics
+    from node.runtime.service_manager import ALIVE, READY, notify
 
     home = open_home(data, database_url=database_url, wait_seconds=HOME_WAIT_SECONDS)
     name_process(run=home.run_id, name=name or "leader")
@@ -96,7 +97,7 @@ def leader(
     offering = Leader(home, name=name)
     registry = leader_registry(home, leads=lambda: offering.leading)
     with serving_metrics(registry, metrics_host, metrics_port):
-        offering.run(stop)
+        offering.run(stop, polled=lambda: notify(READY, ALIVE))
 
 
 @click.command()

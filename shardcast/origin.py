@@ -11,7 +11,7 @@ import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -275,7 +275,7 @@ NO_ORIGINS: Final[Mapping[str, Origin]] = MappingProxyType({})
 class OriginServer:
     """Serve an origin from a thread with its own event loop; `publish` may be called from any thread.
 
-    `contents` are origins of single files, by digest (`shardcast.content`).
+    `contents` are origins of single files, by digest (`shardcast.content`). `beside` runs on the loop while it serves.
     """
 
     def __init__(
@@ -286,9 +286,10 @@ class OriginServer:
         *,
         limits: ServerLimits = DEFAULT_SERVER_LIMITS,
         contents: Mapping[str, Origin] = NO_ORIGINS,
+        beside: Callable[[], Coroutine[None, None, None]] | None = None,
     ) -> None:
         self._origin, self._host, self._port, self._limits = origin, host, port, limits
-        self._contents = contents
+        self._contents, self._beside = contents, beside
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._served: ServedState | None = None
@@ -343,5 +344,8 @@ class OriginServer:
         stopping = asyncio.Event()
         self._loop, self._served, self._stopping = asyncio.get_running_loop(), served, stopping
         bound.set_result(listener.port)
+        beside = None if self._beside is None else asyncio.create_task(self._beside())
         await stopping.wait()
+        if beside is not None:
+            beside.cancel()
         await listener.stop()

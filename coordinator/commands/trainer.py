@@ -157,6 +157,7 @@ def _train(
     from coordinator.training.trainer import Trainer
     from node.discovery.addresses import reachable_hosts
     from node.runtime.metrics import serving_metrics
+    from node.runtime.service_manager import report_serving
     from shardcast import Origin, OriginServer
 
     with home.database.read() as connection:
@@ -171,7 +172,8 @@ def _train(
     )
     host, port = serving.pop("host"), serving.pop("port")
     contents = _publish_datasets(home, run_key, settings.state, threads=broadcast["threads"])
-    server = OriginServer(origin, host, port, limits=server_limits(**serving), contents=contents)
+    limits = server_limits(**serving)
+    server = OriginServer(origin, host, port, limits=limits, contents=contents, beside=report_serving)
     port = server.start()
     click.echo(f"origin  http://{host}:{port}")
     announced = f"http://{bracketed(reachable_hosts(host)[0])}:{port}"

@@ -12,6 +12,7 @@ from types import FrameType
 import uvicorn
 
 from coordinator.http.connections import QUEUED
+from node.runtime.service_manager import report_serving
 
 
 class Shutdown:
@@ -59,6 +60,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, shutdown: Shutdown) -> None:
         super().__init__(config)
         self._shutdown = shutdown
+        self._reporting: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
@@ -69,6 +71,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(QUEUED)
+        self._reporting = asyncio.create_task(report_serving())  # the loop cancels it when it ends
 
     def serve_on(self, listening: socket.socket) -> None:
         """Serve until SIGINT or SIGTERM, then return."""

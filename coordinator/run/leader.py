@@ -52,8 +52,8 @@ class Leader:
         """Whether this process led at the last poll."""
         return self._leading
 
-    def run(self, stop: threading.Event) -> None:
-        """Lead or stand by until `stop` is set."""
+    def run(self, stop: threading.Event, *, polled: Callable[[], None] = lambda: None) -> None:
+        """Lead or stand by until `stop` is set; `polled` is called each second."""
         leadership = self._home.database.leadership()
         unavailable = False
         probes = RelayProbes(self._home, leads=lambda: self._leading)
@@ -74,6 +74,7 @@ class Leader:
                     unavailable, self._leading = True, False
                 if self._leading:
                     self.work(clock())
+                polled()
                 stop.wait(POLL_SECONDS)
         finally:
             self._leading = False

@@ -37,6 +37,7 @@ from node.policy.arrival import ArrivingPolicies
 from node.policy.file import Blueprint
 from node.policy.memory import share_heaps
 from node.protocol.admission import Verdict
+from node.runtime.service_manager import report_serving
 from node.runtime.signals import Stopped, race
 from node.verification.judge import JudgedClaim
 from node.verification.measure import DatasetAway, EngineAway, PolicyUnavailable
@@ -153,13 +154,15 @@ class Verifier:
                 self._settings.name,
                 self._settings.policy_memory / GIB,
             )
-            prefetching = asyncio.create_task(cache.prefetch())
+            background = [asyncio.create_task(cache.prefetch())]
             try:
                 await self._load_newest(stop, cache)
+                background.append(asyncio.create_task(report_serving()))
                 await self._work_until(stop, cache)
             finally:
-                prefetching.cancel()
-                await asyncio.gather(prefetching, return_exceptions=True)
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
                 await cache.close()
                 await prefills.close()
 

@@ -22,6 +22,7 @@ from node.errors import ConfigError, CoordinatorFault
 from node.joining.session import JoinSettings, RunSession, join_run
 from node.protocol.run import RunSpec
 from node.relay.advice import ANNOUNCE_SECONDS, Announcer, announcement, serving_url, source_url, sources_of
+from node.runtime.service_manager import report_serving
 from node.runtime.signals import root_failure
 from shardcast import Relay, ServerLimits, Watch, no_watch
 from shardcast.fetch.raw_http import anywhere
@@ -136,6 +137,7 @@ async def _follow(settings: RelaySettings, session: RunSession, relay: Relay, da
             datasets.set_sources(operators)
         announcer = Announcer(client)
         async with asyncio.TaskGroup() as group:
+            group.create_task(report_serving())
             group.create_task(datasets.fetch(outlast_local_faults=True))
             while True:
                 await _keep_in_touch(announcer, relay, datasets, url, None if settings.upstreams else operators)

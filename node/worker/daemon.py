@@ -32,6 +32,7 @@ from node.policy.memory import share_heaps
 from node.protocol.control import FREE_PURPOSES, Purpose
 from node.protocol.messages import Lease
 from node.relay.advice import Serving
+from node.runtime.service_manager import report_serving
 from node.runtime.signals import Stopped, race, root_failure
 from node.worker.control import WorkerControl
 from node.worker.datasets import fetch_changed, fetch_datasets, worker_datasets
@@ -210,7 +211,7 @@ class Worker:
                 with contextlib.suppress(Stopped), self._control.listening():
                     self._doing = "introducing this node to the coordinator"
                     await race(self._registrar.register_until_known(), stop)
-                    background.append(group.create_task(self._standing.follow()))
+                    background += map(group.create_task, (self._standing.follow(), report_serving()))
                     await self._work(stop)
                 self._doing = "stopping"
                 self._observer.notify(EventKind.STOPPING)

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import click
 import pytest
+from command_lines import parameters, variables
 from locations import ROOT
 from sandboxing import needs_sandbox
 
 from node import cli
 from node.commands.click_ext import ENVIRONMENT
-from node.commands.config import name_variables
 from node.joining.options import address_at
 from node.protocol.peers import Invitation
 
@@ -65,23 +65,14 @@ def test_the_command_line_takes_what_the_unit_gives_it(unit: str, tmp_path: Path
     (tmp_path / "run.toml").touch()
     arguments = [part.replace("%d", str(tmp_path)).replace("%i", "1") for part in arguments]
     arguments = [part.replace("/etc/swarmproof", str(tmp_path)) for part in arguments]
-    group = click.Context(cli.main, info_name="swarmproof")
-    command = cli.main.get_command(group, name)
-    assert command is not None
-    made = command.make_context(name, [*arguments, *FROM_FILES.get(name, ())], parent=group)
-    assert made.params
+    assert parameters([name, *arguments, *FROM_FILES.get(name, ())])
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_variables_that_a_unit_names_are_variables_of_its_command(unit: str):
     text = (FOLDER / unit).read_text()
     name = shlex.split(only(unit, "ExecStart"))[1]
-    group = click.Context(cli.main, info_name="swarmproof")
-    command = cli.main.get_command(group, name)
-    assert command is not None
-    name_variables(command, prefix=f"{ENVIRONMENT}_{name}")
-    known = {option.envvar for option in (*command.params, *cli.main.params) if isinstance(option, click.Option)}
-    assert set(re.findall(rf"{ENVIRONMENT}_[A-Z_]+", text)) <= known
+    assert set(re.findall(rf"{ENVIRONMENT}_[A-Z_]+", text)) <= variables(name)
 
 
 def test_variables_that_the_operators_page_names_for_units_are_variables_of_those_commands():
@@ -115,6 +106,15 @@ def test_systemd_has_nothing_to_complain_about(unit: str, tmp_path: Path):
     )
     said = [line for line in found.stderr.splitlines() if name in line or "swarmproof" in line]
     assert (found.returncode, said) == (0, []), found.stderr
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_process_that_hangs_is_started_again_and_one_that_waits_for_its_run_is_not(unit: str):
+    """A relay or worker says that it serves once it has met the run, whose coordinator may be away for hours."""
+    assert only(unit, "Type") == "notify"
+    assert float(only(unit, "WatchdogSec")) >= 60, "loading a policy may keep the event loop for seconds"
+    assert only(unit, "Restart") == "on-failure"
+    assert only(unit, "TimeoutStartSec") == "infinity"
 
 
 @pytest.mark.parametrize("unit", UNITS)
