@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.request import urlopen
@@ -27,12 +26,10 @@ from object_store import Store, object_store
 from ports import free_port
 from postgresql import binaries
 from run_files import small_run_toml
+from run_log import check_entries, read_leaves
 from waiting import until
 
 from coordinator.lab.processes.local_http import get, get_json
-from node.protocol.admission import Outcome
-from node.protocol.messages import BatchEntry, LogEntry, VerdictEntry
-from shardcast.wire import decode
 
 pytestmark = [pytest.mark.timeout(1200)]
 
@@ -179,15 +176,6 @@ def test_an_api_and_a_verifier_that_are_killed_cost_nothing(host: Host) -> None:
 
 def check_the_log(host: Host) -> None:
     """Each API serves the same, each submission was judged once, and each step has its batch."""
-    leaves: list[bytes] = []
-    while page := get(f"{host.urls[0]}/v1/log/entries?start={len(leaves)}&end=100000", seconds=60.0):
-        leaves += page.splitlines()
+    leaves = read_leaves(host.urls[0])
     assert leaves == get(f"{host.urls[1]}/v1/log/entries?start=0&end=1000", seconds=60.0).splitlines()[: len(leaves)]
-    entries = [decode(LogEntry, leaf, max_bytes=2**20) for leaf in leaves]  # type: ignore[arg-type]
-    verdicts = [entry for entry in entries if isinstance(entry, VerdictEntry)]
-    assert {entry.outcome for entry in verdicts} == {Outcome.ADMITTED}
-    assert max(Counter(entry.submission for entry in verdicts).values()) == 1
-    assert max(Counter((entry.version, entry.slot) for entry in verdicts).values()) == 1
-    batches = [entry for entry in entries if isinstance(entry, BatchEntry)]
-    assert [batch.step for batch in batches] == list(range(STEPS))
-    assert max(Counter(one for batch in batches for one in batch.submissions).values()) == 1
+    check_entries(leaves, steps=STEPS)
