@@ -1,8 +1,6 @@
-"""The services of deploy/images/compose.yaml as processes, from its own commands: each of them is killed with -9.
+"""A host that runs deploy/images/compose.yaml: each service as a process, or in a container of its image.
 
-What an operator would lose: rollouts that were admitted, or the run itself, because a process does not come back as its
-container would. PostgreSQL is a real one, with a password in a file; moto stands for the object store, and is not
-killed, since it keeps nothing on disk.
+PostgreSQL is a real one, a process in either case, with a password in a file; moto stands for the object store.
 """
 
 from __future__ import annotations
@@ -11,33 +9,28 @@ import json
 import os
 import pwd
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psycopg
-import pytest
 import yaml
+from built_images import Images
 from locations import ROOT
 from notified import Manager
-from object_store import ACCESS_KEY, SECRET_KEY, Store, object_store
+from object_store import ACCESS_KEY, SECRET_KEY, Store
 from ports import free_port
 from postgresql import binaries
-from run_files import small_run_toml
-from run_log import check_entries, read_leaves
-from waiting import is_quiet, until
+from waiting import until
 
 from coordinator.lab.processes.local_http import get, get_json
 from node.keys.identity import create_key
 from node.protocol.run import run_id_of
-from node.runtime.service_manager import ALIVE, READY
-
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.usefixtures("forked_commands")]
 
 IMAGES = ROOT / "deploy" / "images"
 SERVICES = yaml.safe_load((IMAGES / "compose.yaml").read_text())["services"]
@@ -45,8 +38,8 @@ OURS = ("coordinator", "trainer", "verifier", "relay", "worker")
 DEFAULT_URLS = {"coordinator": "http://127.0.0.1:8700/health", "relay": "http://127.0.0.1:8720/health"}
 DEFAULT_URLS |= {"worker": "http://127.0.0.1:8743/metrics"}
 """The images' own, which test_images.py compares."""
-STEPS, GROUPS_PER_STEP, PASSWORD = 12, 2, "a secret of the database"
-START_SECONDS = FINISH_SECONDS = 300.0
+PASSWORD = "a secret of the database"
+USER = 10001
 
 
 def health_check() -> list[str]:
@@ -60,14 +53,14 @@ def health_check() -> list[str]:
 class Host:
     """A host that runs the services: ports and folders are its own, and all names are its loopback's."""
 
-    def __init__(self, home: Path, store: Store) -> None:
+    def __init__(self, home: Path, store: Store, *, run_toml: str) -> None:
         self.home, self.store = home, store
         self.ports: dict[str, int] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.managers = {name: Manager(str(home / f"{name}.notify")) for name in OURS}
         for name in ("secrets", "logs"):
             (home / name).mkdir()
-        (home / "run.toml").write_text(small_run_toml("compose", steps=STEPS, groups_per_step=GROUPS_PER_STEP))
+        (home / "run.toml").write_text(run_toml)
         key = create_key(home / "secrets" / "run.key")
         self.run_id = run_id_of(key.public_key().public_bytes_raw())
         profile = f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
@@ -81,20 +74,22 @@ class Host:
         """What a service is told, as it is on this host."""
         given = {"RUN_NAME": "127.0.0.1", "RUN_ID": self.run_id}
         text = re.sub(r"\$\{(\w+):\?\}", lambda found: given[found[1]], text)
-        shared = any(volume.startswith("data:") for volume in SERVICES[service].get("volumes", ()))
-        places = {
-            "/var/lib/swarmproof/data": self.home / ("data" if shared else f"{service}-data"),
-            "/var/lib/swarmproof/state": self.home / service,
-            "/etc/swarmproof": self.home,
-            "/run/secrets": self.home / "secrets",
-            "s3://swarmproof/run": self.store.url,
-            "@postgresql/": f"@127.0.0.1:{self.port('5432')}/",
-        }
-        for there, place in places.items():
+        names = {"s3://swarmproof/run": self.store.url, "@postgresql/": f"@127.0.0.1:{self.port('5432')}/"}
+        for there, place in {**names, **self.places(service)}.items():
             text = text.replace(there, str(place))
         text = re.sub(r"//(coordinator|trainer|store):", "//127.0.0.1:", text)
         text = text.replace("http://127.0.0.1:8333", self.store.endpoint)
         return re.sub(r"\b87[0-9]{2}$|\b87[0-9]{2}(?=/)", lambda found: str(self.port(found[0])), text)
+
+    def places(self, service: str) -> Mapping[str, Path]:
+        """The folders of a container, and what they are on this host."""
+        shared = any(volume.startswith("data:") for volume in SERVICES[service].get("volumes", ()))
+        return {
+            "/var/lib/swarmproof/data": self.home / ("data" if shared else f"{service}-data"),
+            "/var/lib/swarmproof/state": self.home / service,
+            "/etc/swarmproof": self.home,
+            "/run/secrets": self.home / "secrets",
+        }
 
     def port(self, there: str) -> int:
         return self.ports.setdefault(there, free_port())
@@ -102,8 +97,7 @@ class Host:
     def environment(self, service: str) -> dict[str, str]:
         said = SERVICES[service].get("environment", {})
         own = {"OMP_NUM_THREADS": "1", "SWARMPROOF_COORDINATOR_UNCALIBRATED": "1", "AWS_CONFIG_FILE": "/dev/null"}
-        watched = {"NOTIFY_SOCKET": str(self.home / f"{service}.notify"), "WATCHDOG_USEC": "600000000"}
-        return {**os.environ, **own, **watched, **{name: self.here(service, value) for name, value in said.items()}}
+        return own | {name: self.here(service, value) for name, value in said.items()}
 
     def health_url(self, service: str) -> str:
         return self.environment(service).get("HEALTH_URL") or self.here(service, DEFAULT_URLS[service])
@@ -121,8 +115,7 @@ class Host:
             command += ["-c", "listen_addresses=127.0.0.1", "-p", str(self.port("5432"))]
             self._open(service, command, {})
         else:
-            arguments = [self.here(service, part) for part in SERVICES[service]["command"]]
-            self._open(service, [sys.executable, "-m", "node.cli", *arguments], self.environment(service))
+            self._start_ours(service, [self.here(service, part) for part in SERVICES[service]["command"]])
 
     def start_outside(self, *arguments: str) -> None:
         """A worker of somebody else's, who was told nothing but how to join."""
@@ -130,8 +123,9 @@ class Host:
         self._open("outside", command, {"OMP_NUM_THREADS": "1"})
 
     def do(self, *arguments: str) -> str:
+        """What the program prints beside the coordinator."""
         command = [sys.executable, "-m", "node.cli", *(self.here("coordinator", part) for part in arguments)]
-        environment = self.environment("coordinator")
+        environment = {**os.environ, **self.environment("coordinator")}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
 
     def kill(self, service: str) -> None:
@@ -164,10 +158,10 @@ class Host:
         except OSError:
             return False
 
-    def check(self, service: str) -> int:
-        """The exit code of the images' health check."""
+    def is_healthy(self, service: str) -> bool:
+        """What the images' health check says."""
         environment = {**os.environ, "HEALTH_URL": self.health_url(service), "http_proxy": "http://127.0.0.1:1"}
-        return subprocess.run(health_check(), env=environment, capture_output=True, check=False, timeout=60).returncode
+        return not subprocess.run(health_check(), env=environment, capture_output=True, check=False).returncode
 
     def takes_connections(self) -> bool:
         try:
@@ -214,6 +208,10 @@ class Host:
         with self.connect("postgres") as connection:
             connection.execute("CREATE DATABASE swarmproof")
 
+    def _start_ours(self, service: str, arguments: list[str]) -> None:
+        watched = {"NOTIFY_SOCKET": str(self.home / f"{service}.notify"), "WATCHDOG_USEC": "600000000"}
+        self._open(service, [sys.executable, "-m", "node.cli", *arguments], {**self.environment(service), **watched})
+
     def _open(self, service: str, command: list[Any], environment: Mapping[str, str]) -> None:
         with (self.home / "logs" / f"{service}.log").open("ab") as log:
             self.processes[service] = subprocess.Popen(
@@ -227,54 +225,61 @@ class Host:
             )
 
 
-@pytest.fixture
-def host() -> Iterator[Host]:
-    with object_store() as store, tempfile.TemporaryDirectory(prefix="compose-") as folder:
-        Path(folder).chmod(0o755)
-        host = Host(Path(folder), store)
+class ContainerHost(Host):
+    """One that runs ours in containers, as compose.yaml has them, but in the host's network."""
+
+    def __init__(self, home: Path, store: Store, *, run_toml: str, images: Images) -> None:
+        self._podman, self._prefix = images.podman, home.name
+        for target in ("operator", "relay", "worker"):
+            images.build(target)
+        super().__init__(home, store, run_toml=run_toml)
+        for path in (home / "secrets").iterdir():
+            os.chown(path, USER, USER)
+
+    def places(self, service: str) -> Mapping[str, Path]:
+        return {}
+
+    def do(self, *arguments: str) -> str:
+        inside = [self.here("coordinator", part) for part in arguments]
+        return self._podman("exec", self._name("coordinator"), "swarmproof", *inside)
+
+    def is_healthy(self, service: str) -> bool:
         try:
-            yield host
-        finally:
-            host.end()
+            self._podman("healthcheck", "run", self._name(service))
+        except subprocess.CalledProcessError:
+            return False
+        return True
 
-
-def test_the_services_come_up_a_worker_outside_joins_and_none_that_is_killed_loses_anything(host: Host) -> None:
-    def wait_for(service: str) -> None:
-        until(lambda: host.answers(service), seconds=START_SECONDS, meanwhile=host.keep_running, what=host.said)
-
-    assert host.check("coordinator") != 0, "nobody listens there yet"
-    for service in OURS:
-        host.start(service)
-        wait_for(service)
-        assert host.check(service) == 0
-    for service, manager in host.managers.items():
-        heard: list[str] = []
-        until(lambda: (heard.extend(manager.heard()), ALIVE in heard)[1], what=host.said)  # noqa: B023
-        assert heard[0] == READY, f"{service} is not ready, and watched"
-
-    database = ["--data", "/var/lib/swarmproof/data", "--database-url", "postgresql://swarmproof@postgresql/swarmproof"]
-    joining = re.search(r"swarmproof://\S+", host.do("join-string", *database))
-    assert joining is not None
-    host.start_outside("--join", joining[0])
-    url = host.health_url("coordinator").removesuffix("/health")
-    leaves: list[bytes] = []
-    for number, service in enumerate(("coordinator", "trainer", "verifier", "relay", "worker", "postgresql"), start=1):
-        until(lambda: host.steps() >= number, seconds=START_SECONDS, meanwhile=host.keep_running, what=host.said)  # noqa: B023
-        before, leaves = leaves, read_leaves(url)
-        assert leaves[: len(before)] == before, "the log was rewritten"
-        host.kill(service)
-        host.start(service)
-        if service == "postgresql":
-            until(host.takes_connections, meanwhile=host.keep_running, what=host.said)
+    def kill(self, service: str) -> None:
+        if service in OURS:
+            self._podman("kill", "--signal", "KILL", self._name(service))
+            self.processes.pop(service).wait(60)
         else:
-            wait_for(service)
-    until(
-        lambda: bool(host.status().get("finished")), seconds=FINISH_SECONDS, meanwhile=host.keep_running, what=host.said
-    )
-    until(lambda: is_quiet(host.status()), meanwhile=host.keep_running, what=host.said)
+            super().kill(service)
 
-    before, leaves = leaves, read_leaves(url)
-    assert leaves[: len(before)] == before, "the log was rewritten"
-    check_entries(leaves, steps=STEPS)
-    assert len(host.status()["nodes"]) == 2, "the worker outside, and the one beside"
-    assert not (host.home / "data" / "blobs").exists()
+    def end(self) -> None:
+        super().end()  # podman hands signals on
+        self._podman("rm", "--all", "--force")
+        self._podman("volume", "rm", "--all", "--force")
+
+    def _name(self, service: str) -> str:
+        return f"{self._prefix}-{service}"
+
+    def _start_ours(self, service: str, arguments: list[str]) -> None:
+        one, secrets = SERVICES[service], self.home / "secrets"
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        options = ["--rm", "--replace", "--name", self._name(service), "--network", "host", "--read-only"]
+        options += ["--cap-drop", "all", "--security-opt", "no-new-privileges", "--sdnotify", "ignore"]
+        options += [f"--ulimit=nofile={files}:{files}", "--ulimit=nproc=4096:4096"]
+        for volume in one.get("volumes", ()):
+            options += ["--volume", f"{self._prefix}-{volume}"]
+        for place in one["tmpfs"]:
+            options += ["--tmpfs", place]
+        for secret in one.get("secrets", ()):
+            options += ["--volume", f"{secrets / secret}:/run/secrets/{secret}:ro"]
+        for config in one.get("configs", ()):
+            options += ["--volume", f"{self.home / config['source']}:{config['target']}:ro"]
+        for name, value in (self.environment(service) | {"HEALTH_URL": self.health_url(service)}).items():
+            options += ["--env", f"{name}={value}"]
+        command = [*self._podman.command, "run", *options, f"localhost/{one['image']}", *arguments]
+        self._open(service, command, self._podman.environment)
