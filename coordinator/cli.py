@@ -29,6 +29,7 @@ from coordinator.commands.options import (
     HOME_WAIT_SECONDS,
     contact_options,
     data_options,
+    keep_evidence_option,
     limit_options,
     own_state_option,
     run_file_option,
@@ -72,11 +73,18 @@ def _warn_of_defaults(spec: RunSpec) -> None:
 @click.command()
 @data_options
 @click.option("--name", help="What the status calls it.  [default: this machine's name]")
+@keep_evidence_option
 @metrics_options
 def leader(
-    *, data: Path, database_url: str | None, name: str | None, metrics_host: str, metrics_port: int | None
+    *,
+    data: Path,
+    database_url: str | None,
+    name: str | None,
+    keep_evidence: int | None,
+    metrics_host: str,
+    metrics_port: int | None,
 ) -> None:
-    """Do what is to be done now and then for a whole run: end leases, sweep up.
+    """Do what is to be done now and then for a whole run: end leases, sweep up, remove old files.
 
     \b
     Example:
@@ -94,7 +102,7 @@ def leader(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    offering = Leader(home, name=name)
+    offering = Leader(home, name=name, keep_evidence_days=keep_evidence)
     registry = leader_registry(home, leads=lambda: offering.leading)
     with serving_metrics(registry, metrics_host, metrics_port):
         offering.run(stop, polled=lambda: notify(READY, ALIVE))
@@ -212,6 +220,7 @@ def verifier(
     metavar="VKEY@URL",
     help="A witness that signs the log's checkpoints: its key and address; repeatable.",
 )
+@keep_evidence_option
 @contact_options
 @limit_options
 @click.pass_context
@@ -232,6 +241,7 @@ def coordinator(
     port: int,
     relays: tuple[str, ...],
     witnesses: tuple[str, ...],
+    keep_evidence: int | None,
     requests_per_minute: int,
     node_requests_per_minute: int,
     max_connections: int,
@@ -311,7 +321,7 @@ def coordinator(
             click.echo(LOOPBACK)
     request_limits = RequestLimits(per_address=requests_per_minute, per_node=node_requests_per_minute)
     app = create_app(service, limits=request_limits)
-    offering = Leader(home)
+    offering = Leader(home, keep_evidence_days=keep_evidence)
     if role == "all":
         watch_leadership(app.state.service.metrics.registry, leads=lambda: offering.leading)
     # A thread that has a database connection's lock must not wait 5 ms for the interpreter's after each statement.

@@ -16,6 +16,7 @@ from coordinator.errors import CorruptRead, StorageFault
 from coordinator.run.home import MAX_SPEC_BYTES
 from coordinator.storage.blobs import BlobStore, Upload, checked_blob
 from coordinator.storage.folder_blobs import FolderBlobs
+from coordinator.storage.schema import SubmissionState
 from coordinator.training.group_size import max_group_bytes
 from coordinator.verifier.evidence import MAX_BLOB_BYTES
 from node.protocol.requests import MAX_HEADER_BYTES
@@ -41,9 +42,12 @@ def referenced_blobs(folder: Path, manifest: BackupManifest, spec: bytes) -> Ite
     yield digest(spec)
     for table in manifest.tables:
         indices = [table.columns.index(name) for name in REFERENCES.get(table.name, ()) if name in table.columns]
+        state = table.columns.index("state") if table.name == "submissions" else None
         for row in read_rows(folder, manifest.generation, table) if indices else ():
+            if state is not None and row[state] == SubmissionState.EXPIRED:
+                continue
             for name in (row[index] for index in indices):
-                if name is None:
+                if not name:  # none, or an expired group's
                     continue
                 if not isinstance(name, str) or not is_digest(name):
                     raise BackupError(f"backup table {table.name} has a row with an invalid blob name")

@@ -61,6 +61,15 @@ policy_option = click.option(
 )
 
 
+keep_evidence_option = number_option(
+    "--keep-evidence",
+    "Days after its verdict from which on the leader removes a submission's files, which audits cannot derive again "
+    "then.  [default: none are removed]",
+    most=36500,
+    metavar="DAYS",
+)
+
+
 def run_file_option(text: str) -> Option:
     """Return `--run`, an existing run.toml, passed as `run_file`; `text` is its help."""
     return click.option("--run", "run_file", type=EXISTING_FILE, required=True, help=text)

@@ -18,6 +18,7 @@ from coordinator.errors import StorageFault
 from coordinator.storage import log
 from coordinator.storage.blobs import BlobStore
 from coordinator.storage.database import Connection
+from coordinator.storage.schema import SubmissionState
 from coordinator.storage.steps import manifest_digests
 from coordinator.storage.submissions import SubmissionRow, step_of, submission_row
 from coordinator.verifier.evidence import (
@@ -265,6 +266,8 @@ def _cell(value: float, limit: float) -> Cell:
 
 def _evidence(blobs: BlobStore, found: Any, *, decided: bool) -> tuple[Evidence | None, str]:
     """Load the evidence, or say why there is none."""
+    if found.state == SubmissionState.EXPIRED:
+        return None, "The files of this submission are removed: the operator keeps them for some days only."
     if found.evidence is None:
         if not decided:
             return None, "The verifier has not judged it yet."

@@ -14,6 +14,7 @@ from coordinator.integrity.differences import SAME, Difference
 from coordinator.run.home import Home
 from coordinator.storage import derived_rows
 from coordinator.storage.database import Connection
+from coordinator.storage.schema import SubmissionState
 from coordinator.training.groups import Group, decode_group
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim
@@ -26,7 +27,7 @@ _AT_ONCE: Final = 64
 
 def check_blobs(home: Home, connection: Connection, *, report: Callable[[Difference], None]) -> None:
     """Report blobs that are missing, damaged, or not those of their row: a request of another node or body, a group
-    with other rewards or tokens than were admitted.
+    with other rewards or tokens than were admitted. Files that were removed (`storage.retention`) are none of these.
     """
     blobs = _Blobs(home)
     for found in _each(blobs.check_rules, [()]):
@@ -34,12 +35,15 @@ def check_blobs(home: Home, connection: Connection, *, report: Callable[[Differe
     with_uploads = home.blobs.uploads is not None
     rows = (row for _, row in derived_rows.all_rows(connection, "submissions"))
     # A body in an object store's uploads becomes a blob with its verdict.
-    for found in _each(blobs.check_submission, (row for row in rows if not with_uploads or row["outcome"])):
+    kept = (row for row in rows if row["state"] != SubmissionState.EXPIRED)
+    for found in _each(blobs.check_submission, (row for row in kept if not with_uploads or row["outcome"])):
         report(found)
     for _, row in derived_rows.all_rows(connection, "groups"):
-        bodies = derived_rows.rows_of(connection, "submissions", [(row["submission"],)])
-        body = next((one["body"] for one in bodies.values()), None)
-        for found in blobs.check_group(row, body):
+        found_rows = derived_rows.rows_of(connection, "submissions", [(row["submission"],)])
+        submission = next(iter(found_rows.values()), None)
+        if submission is not None and submission["state"] == SubmissionState.EXPIRED:
+            continue
+        for found in blobs.check_group(row, None if submission is None else submission["body"]):
             report(found)
 
 

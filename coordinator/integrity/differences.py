@@ -63,8 +63,8 @@ def is_same(table: str, column: str, stored: Any, derived: Any, *, run_id: str, 
 
 
 def _same_state(stored: str, derived: str) -> bool:
-    # A verifier may be making the group of a judged submission anew.
-    return is_waiting(stored) or (derived == SubmissionState.DONE and stored == derived)
+    # A verifier may be making the group of a judged submission anew, and its files may be removed.
+    return is_waiting(stored) or (derived == SubmissionState.DONE and stored in (derived, SubmissionState.EXPIRED))
 
 
 def _same_second(stored: float | None, derived: int) -> bool:

@@ -17,24 +17,31 @@ from coordinator.run.health import read_health
 from coordinator.run.heartbeat import BEAT_SECONDS
 from coordinator.run.home import Home
 from coordinator.run.relay_probes import RelayProbes
-from coordinator.storage import locks, uploads, work
+from coordinator.storage import locks, retention, uploads, work
 from coordinator.storage.database import Connection
 from coordinator.storage.faults import DatabaseFault, advice
 from coordinator.storage.heartbeats import Heartbeat, Role, beat, read_heartbeats
+from coordinator.storage.tallies import DAY
 from coordinator.storage.verdicts import clock
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
+EXPIRY_SECONDS = 5.0
+"""Between sweeps of old evidence, each of which takes a second at most."""
 START_SECONDS = 60.0
 """Everything else of the operator's is started within it."""
 
 
 class Leader:
-    """A candidate for leadership that runs the periodic tasks while it leads."""
+    """A candidate for leadership that runs the periodic tasks while it leads.
 
-    def __init__(self, home: Home, *, name: str | None = None) -> None:
+    Files of submissions are removed `keep_evidence_days` after their verdict, None: never.
+    """
+
+    def __init__(self, home: Home, *, name: str | None = None, keep_evidence_days: int | None = None) -> None:
         self._home = home
+        self._keep_evidence_days = keep_evidence_days
         self._name = name or socket.gethostname()
         self._tasks: dict[str, tuple[float, Callable[[float], None]]] = {  # what for, period in seconds, function
             "write the heartbeat": (BEAT_SECONDS, self._heartbeat),
@@ -42,6 +49,8 @@ class Leader:
             "remove abandoned uploads": (60.0, self._sweep),
             "look how the run is": (10.0, self._look),
         }
+        if keep_evidence_days is not None:
+            self._tasks["remove old evidence"] = (EXPIRY_SECONDS, self._remove_expired)
         self._run_at: dict[str, float] = {}
         self._began = clock()
         self._said: tuple[str, ...] = ()
@@ -104,6 +113,10 @@ class Leader:
     def _sweep(self, now: float) -> None:
         if (store := self._home.blobs.uploads) is not None:
             uploads.sweep(self._home.database, store, now=now)
+
+    def _remove_expired(self, now: float) -> None:
+        before = now - DAY * (self._keep_evidence_days or 0)
+        retention.remove_expired(self._home.database, self._home.blobs, spec=self._home.spec, before=before)
 
     def _look(self, now: float) -> None:
         """Log what is wrong with the run when that changes; not while its processes are being started."""

@@ -21,7 +21,7 @@ from coordinator.run.home import Home
 from coordinator.run.joining import Joining, joining_of
 from coordinator.run.membership import membership_of
 from coordinator.run.relays import RelayRegistry
-from coordinator.storage import instances, locks, log, nodes, uploads, work
+from coordinator.storage import instances, locks, log, nodes, retention, uploads, work
 from coordinator.storage.accounts import LogAccounts, standing_report
 from coordinator.storage.blobs import Upload, UploadStore
 from coordinator.storage.database import Connection
@@ -47,7 +47,7 @@ from node.protocol.messages import (
 from node.protocol.notes import Note
 from node.protocol.reasons import Reason, Refusal
 from shardcast.envelope import seal
-from shardcast.wire import derive, encode
+from shardcast.wire import derive, encode, is_digest
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +171,13 @@ class Coordinator:
             request.commit()
         self.home.database.sync()
         return stored.submission
+
+    def has_expired(self, name: str) -> bool:
+        """Return whether blob `name` was a submission's, whose files are removed."""
+        if not is_digest(name):
+            return False
+        with self.home.database.read() as connection:
+            return retention.is_expired(connection, name)
 
     def announce_upload(self, connection: Connection, node: str, upload: Upload, *, now: float) -> None:
         """Record the one body that a node may upload for its lease; raises Refusal for another."""

@@ -33,6 +33,10 @@ class BlobStore(abc.ABC):
         Raises DamagedBlob for other bytes; a store behind a network raises CorruptRead first.
         """
 
+    @abc.abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove blob `name` if it exists."""
+
     def begin(self, data: bytes) -> None:
         """Store a run's first blob; raises BadConfiguration if the store's settings prevent that."""
         self.put(data)
@@ -82,10 +86,6 @@ class UploadStore(BlobStore):
     @abc.abstractmethod
     def open_stream(self, name: str) -> BlobStream | None:
         """Open blob `name` for reading, unverified; return None if there is none."""
-
-    @abc.abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove blob `name` if it exists."""
 
     @abc.abstractmethod
     def offer(self, upload: Upload, *, seconds: int) -> str:

@@ -99,6 +99,13 @@ class FolderBlobs(BlobStore):
             raise self._missing(name) from error
         return checked_blob(data, name, max_bytes=max_bytes)
 
+    def remove(self, name: str) -> None:
+        try:
+            self.path(name).unlink()
+        except FileNotFoundError as error:
+            if not self._incoming.is_dir():
+                raise self._away() from error
+
     def verified_path(self, name: str) -> Path:
         """Return the path of blob `name` after reading it once; raises StorageFault, DamagedBlob."""
         path, hasher = self.path(name), blake3()

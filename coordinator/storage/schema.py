@@ -5,8 +5,8 @@ Times are Unix seconds as floats. Digests and keys are lower-case hexadecimal.
 Slot states: open -> leased -> submitted -> admitted -> used; back to open when the lease ends or the submission is
 rejected; stale, a gap of the log, once no training step may use its policy version.
 Submission states: queued -> verifying -> done; back to queued when a verifier dies or cannot decide. If only the row
-`spot` was measured, it is queued again once its node is rejected (`recheck`: due, then the second outcome), and `void`
-if a rejection voided its credit.
+`spot` was measured, it is queued again once its node is rejected (`recheck`: due, then the second outcome;
+`recheck_by`: until when it is tried, then when it was decided), and `void` if a rejection voided its credit.
 In a run with pools a slot has a `candidate`, and a `problem` if its environment's problems are a finite set. A
 problem's `mean` is the reward of its last group, admitted while policy `head` was the newest; `before`, the one before.
 """
@@ -61,6 +61,8 @@ class SubmissionState(StrEnum):
     QUEUED = "queued"
     VERIFYING = "verifying"
     DONE = "done"
+    EXPIRED = "expired"
+    """Done, and its files are removed (`storage.retention`); its row names them still."""
 
 
 _Many = BigInteger().with_variant(Integer, "sqlite")

@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, case, exists, func, not_, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    ScalarSelect,
+    and_,
+    bindparam,
+    case,
+    exists,
+    func,
+    not_,
+    or_,
+    select,
+    update,
+)
 
 from coordinator.storage import stakes
 from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, nodes, submissions
@@ -170,20 +183,22 @@ def is_pending() -> ColumnElement[bool]:
 
 def _unvested(connection: Connection, node: str, *, rules: StandingSpec) -> ColumnElement[bool]:
     """Return the condition of the node's groups with fewer than `vesting` fully measured admitted ones after them."""
-    full = (
-        select(submissions.c.log_index)
-        .where(
-            submissions.c.node == node,
-            submissions.c.outcome == Outcome.ADMITTED,
-            submissions.c.spot.is_(None),
-        )
-        .order_by(submissions.c.log_index.desc())
+    vested = connection.execute(select(vested_before(node, rules=rules))).scalar()
+    mine = submissions.c.node == node
+    return mine if vested is None else and_(mine, submissions.c.log_index > vested)
+
+
+def vested_before(node: str | ColumnElement[str], *, rules: StandingSpec) -> ScalarSelect[int]:
+    """Return the log index up to which a node's groups have vested, NULL for none."""
+    full = submissions.alias("full")
+    return (
+        select(full.c.log_index)
+        .where(full.c.node == node, full.c.outcome == Outcome.ADMITTED, full.c.spot.is_(None))
+        .order_by(full.c.log_index.desc())
         .offset(rules.vesting - 1)
         .limit(1)
+        .scalar_subquery()
     )
-    vested_before = connection.execute(full).scalar()
-    mine = submissions.c.node == node
-    return mine if vested_before is None else and_(mine, submissions.c.log_index > vested_before)
 
 
 def is_unproven() -> ColumnElement[bool]:

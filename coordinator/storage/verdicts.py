@@ -260,7 +260,7 @@ def _record_recheck(
     verdict = replace(verdict, tokens=connection.execute(tokens).scalar_one())
     index = log.append(connection, _entry(claimed, verdict, now=now))
     tallies.count_verdict(connection, VerdictKind.SECOND, verdict, waited_seconds=0.0, now=now)
-    changed = {"state": SubmissionState.DONE, "recheck": verdict.outcome, "recheck_index": index}
+    changed = {"state": SubmissionState.DONE, "recheck": verdict.outcome, "recheck_index": index, "recheck_by": now}
     _update_submission(connection, claimed, **changed, **({"evidence": evidence} if evidence else {}))
     if verdict.outcome is Outcome.ADMITTED:
         return

@@ -218,6 +218,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
 
+def step_of_oldest(folder: Path) -> int:
+    """Return the step of the oldest complete checkpoint in `folder`, 0 without any."""
+    return next((int(path.name.partition("-")[2]) for path in checkpoints(folder)), 0)
+
+
 def load_checkpoint(
     path: Path, *, model: PreTrainedModel, optimizer: Optimizers, world: World = SINGLE_PROCESS
 ) -> TrainerState:

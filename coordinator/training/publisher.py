@@ -16,10 +16,11 @@ from pathlib import Path
 from coordinator.metrics.roles import TrainerMetrics
 from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
-from coordinator.storage import training
+from coordinator.storage import retention, training
 from coordinator.storage.training import PolicyRecord
 from coordinator.storage.verdicts import clock
 from coordinator.training.background import Background
+from coordinator.training.checkpoint import step_of_oldest
 from coordinator.training.step_line import step_line
 from node.runtime.logs import bound
 from shardcast import OriginServer
@@ -34,6 +35,7 @@ class Publisher:
     def __init__(self, home: Home, server: OriginServer, *, state: Path, metrics: TrainerMetrics) -> None:
         self._home, self._server, self._metrics = home, server, metrics
         self._history = KeptHistory(state, run_id=home.run_id)
+        self._checkpoints = state / "checkpoints"
         self._thread = Background("publishing")
         self._reward: float | None = None
         self.waited_seconds = 0.0
@@ -61,6 +63,7 @@ class Publisher:
             with self._home.database.write() as connection:
                 training.record_policy(connection, policy, now=clock())
                 training.finish_step(connection, version - 1, stats={**stats, "publish_seconds": seconds}, now=clock())
+                retention.note_checkpoints(connection, step_of_oldest(self._checkpoints))
 
         def publish() -> None:
             if checkpoint is not None:

@@ -19,7 +19,7 @@ for it. An audit does not show that every submission was logged: for that, worke
                           that this has nothing to do with their environment, or with whether the group had signal:
                           corrected for the number of nodes (docs/protocol.md, section 7.7)
     accounts              [{node, credit, pending, void, verified, strikes, banned, full_rate}], summed up from the log
-    results               {agree, disagree, indeterminate, unavailable, unseen, ungraded}: counts over `verdicts`
+    results               {agree, disagree, indeterminate, unavailable, unseen, ungraded, expired}, counts of `verdicts`
     verdicts              [{log_index, submission, node, version, slot, logged: {outcome, reason},
                           derived: null or {outcome, reason}, result, detail}]
     problems              [{code, detail, log_index}]; any makes the outcome "disagree"

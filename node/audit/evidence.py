@@ -1,7 +1,7 @@
 """Re-derivation of logged verdicts from their evidence.
 
-Evidence is content-addressed, so its server can only withhold it: `unavailable`, which is no disagreement. Only what
-the run signed, or what follows from it, is a problem.
+Evidence is content-addressed, so its server can only withhold it: `unavailable`, which is no disagreement, or `expired`
+where it says so a day or more after the verdict. Only what the run signed, or what follows from it, is a problem.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from node.policy.file import Blueprint
 from node.policy.reading import OpenPolicy
 from node.protocol.admission import GAIN, Outcome, Verdict
 from node.protocol.checkpoints import Checkpoint
-from node.protocol.endpoints import BLOB, LOG_INCLUSION, MAX_REQUEST_ENVELOPE_BYTES, SUBMIT
+from node.protocol.endpoints import BLOB, LOG_INCLUSION, MAX_REQUEST_ENVELOPE_BYTES, MIN_KEPT_SECONDS, SUBMIT
 from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
 from node.protocol.messages import LogEntry, PolicyEntry, RequestClaim, VerdictEntry, candidate_of
 from node.protocol.reasons import Reason, Refusal
@@ -66,6 +67,10 @@ class Disagreement(Exception):
 
 class Unobtainable(Exception):
     """Evidence or a policy that is not served, or that this machine cannot use."""
+
+
+class Expired(Exception):
+    """Evidence that the operator removed, as it may after some days."""
 
 
 class EvidenceAuditor:
@@ -114,6 +119,12 @@ class EvidenceAuditor:
         except Disagreement as error:
             checked = Checked(verdict, AuditResult.DISAGREE, str(error))
             return checked, AuditProblem(error.code, str(error), verdict.log_index)
+        except Expired as error:
+            age = time.time() - verdict.entry.decided_at
+            if age < MIN_KEPT_SECONDS:
+                detail = f"{error} That is less than the day for which files are served at least."
+                return Checked(verdict, AuditResult.UNAVAILABLE, detail), None
+            return Checked(verdict, AuditResult.EXPIRED, f"{int(age // MIN_KEPT_SECONDS)} days old. {error}"), None
         except (Unobtainable, PolicyUnavailable, Refused, BadReply) as error:
             return Checked(verdict, AuditResult.UNAVAILABLE, str(error)), None
         result, detail = compare(verdict.entry, derived, spec=self._spec)
@@ -179,6 +190,8 @@ class EvidenceAuditor:
                 BLOB, names={"name": name}, max_bytes=max_bytes, patience_seconds=PATIENCE_SECONDS
             )
         except (Refused, BadReply) as error:
+            if error.code == Reason.EVIDENCE_EXPIRED:
+                raise Expired("The operator has removed its files.") from error
             raise Unobtainable(f"Blob {name[:16]}… is not served: {error}") from error
         if digest(data) != name:
             raise Unobtainable(f"Blob {name[:16]}… is not what is served under its name.")

@@ -6,6 +6,7 @@ Text of the coordinator or a worker is made printable.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -33,7 +34,7 @@ class AuditResult(StrEnum):
     """How a logged verdict compares with the derived one.
 
     `unseen`: the one measured row is right, another row is not. `ungraded`: all but the rewards is right, whose answers
-    the operator keeps.
+    the operator keeps. `expired`: not derived, since the operator says to have removed its files.
     """
 
     AGREE = "agree"
@@ -42,9 +43,12 @@ class AuditResult(StrEnum):
     UNAVAILABLE = "unavailable"
     UNSEEN = "unseen"
     UNGRADED = "ungraded"
+    EXPIRED = "expired"
 
 
 CONFIRMED = {AuditResult.AGREE, AuditResult.UNGRADED}
+_IF_ANY = {AuditResult.UNGRADED, AuditResult.EXPIRED}
+"""Results that the table has a column for only where there are some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,12 @@ class Report:
         if self.problems:
             return DISAGREE
         missing = any(check.result is AuditResult.UNAVAILABLE for check in self.checked)
-        return INCOMPLETE if self.fault or missing or self.lacks_witnesses else AGREE
+        return INCOMPLETE if self.fault or missing or self.is_all_expired or self.lacks_witnesses else AGREE
+
+    @property
+    def is_all_expired(self) -> bool:
+        """Whether verdicts were drawn and none of them has its files any more."""
+        return bool(self.checked) and self.count(AuditResult.EXPIRED) == len(self.checked)
 
     @property
     def lacks_witnesses(self) -> bool:
@@ -229,7 +238,7 @@ def _log_line(report: Report) -> str:
 
 def _results(report: Report) -> Table:
     table = Table(title="verdicts derived again")
-    shown = [each for each in AuditResult if each is not AuditResult.UNGRADED or report.count(each)]
+    shown = [each for each in AuditResult if each not in _IF_ANY or report.count(each)]
     for column in ("logged", *shown):
         table.add_column(str(column), justify="left" if column == "logged" else "right")
     for outcome in (Outcome.ADMITTED, Outcome.REJECTED):
@@ -310,8 +319,14 @@ def _conclusion(report: Report) -> str:
     border += f" {unseen} have rows that nobody measured and that are not right." if unseen else ""
     ungraded = report.count(AuditResult.UNGRADED)
     border += f" {ungraded} are right as far as can be told without the answers (--answers)." if ungraded else ""
+    expired = [check for check in report.checked if check.result is AuditResult.EXPIRED]
+    if expired:
+        newest = time.strftime("%Y-%m-%d", time.gmtime(max(check.verdict.entry.decided_at for check in expired)))
+        border += f" Of {len(expired)} the operator has removed the files; the newest of these is of {newest}."
     if report.lacks_witnesses:
         return f"incomplete: too few witnesses have signed this log; others may be shown another one.{border}"
+    if report.is_all_expired:
+        return f"incomplete: nothing could be derived again.{border}"
     if report.exit_code == INCOMPLETE:
         return f"incomplete: {report.count(AuditResult.UNAVAILABLE)} verdicts could not be derived again.{border}"
     return (

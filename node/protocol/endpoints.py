@@ -176,13 +176,15 @@ ANNOUNCE_RELAY: Final = Endpoint[RelayAnnouncement, RelayList](
     max_reply_bytes=MAX_RELAY_LIST_BYTES,
     refusals=_SIGNED,
 )
+MIN_KEPT_SECONDS: Final = 86400.0
+"""How long after its verdict a submission's files are served at least."""
 BLOB: Final = Endpoint[None, bytes](
     method="GET",
     path="/v1/blobs/{name}",
     summary="The bytes with this digest",
     reply=bytes,
     media_type=BYTES,
-    refusals=(Reason.NOT_FOUND,),
+    refusals=(Reason.NOT_FOUND, Reason.EVIDENCE_EXPIRED),
 )
 LOG_CHECKPOINT: Final = Endpoint[None, bytes](
     method="GET",

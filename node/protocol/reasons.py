@@ -218,6 +218,13 @@ class Reason(StrEnum):
         "Compare the coordinator's address with what you were told.",
         404,
     )
+    EVIDENCE_EXPIRED = (
+        "evidence_expired",
+        "The operator removed the files of this submission some days after its verdict; the log still has the verdict.",
+        "The coordinator has removed this old submission's files.",
+        "Ask the run's operator for a backup of that time.",
+        410,
+    )
     METHOD_NOT_ALLOWED = (
         "method_not_allowed",
         "This path takes other methods; the Allow header names them.",

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
+from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.routing import ServiceDep, respond, respond_bytes, route
 from coordinator.storage.log import MAX_ENTRIES_PER_READ
 from node.protocol import endpoints
 from node.protocol.endpoints import LogProof
+from node.protocol.reasons import Reason, Refusal
 from shardcast.wire import MAX_INTEGER
 
 router = APIRouter()
@@ -19,7 +21,12 @@ _Index = Annotated[int, Query(ge=0, le=MAX_INTEGER)]
 
 @route(router, endpoints.BLOB)
 async def blob(service: ServiceDep, name: str) -> Response:
-    return await service.intake.evidence(name)
+    try:
+        return await service.intake.evidence(name)
+    except Refusal as refusal:
+        if refusal.reason is Reason.NOT_FOUND and await run_in_threadpool(service.coordinator.has_expired, name):
+            raise Refusal(Reason.EVIDENCE_EXPIRED, f"Blob {name[:16]}….") from refusal
+        raise
 
 
 @route(router, endpoints.LOG_CHECKPOINT)

@@ -318,6 +318,7 @@ def test_an_honest_run_agrees_and_is_remembered(run: Audited, audit: Callable[..
         "unavailable": 0,
         "unseen": 0,
         "ungraded": 0,
+        "expired": 0,
     }
     assert first.report["coordinator_indeterminate"] == [run.UNDECIDED]
     assert first.report["previous_checkpoint"] is None
