@@ -314,6 +314,15 @@ class Verifier:
         self, claimed: Sequence[QueueItem], cache: PolicyCache, published: Mapping[int, str]
     ) -> list[JudgedClaim | PolicyUnavailable | BodyUnavailable]:
         """Return the judgement of each submission in order, or why its policy or its body is unavailable now."""
+        found, claims = await asyncio.to_thread(self._read, claimed)
+        decided = await decide_many(list(claims.values()), policies=cache, published=published, rules=self._rules)
+        found |= dict(zip(claims, decided, strict=True))
+        return [found[one.submission] for one in claimed]
+
+    def _read(
+        self, claimed: Sequence[QueueItem]
+    ) -> tuple[dict[str, JudgedClaim | PolicyUnavailable | BodyUnavailable], dict[str, Claim]]:
+        """Read the files of a batch; return by submission what is decided without them, and what the others claim."""
         found: dict[str, JudgedClaim | PolicyUnavailable | BodyUnavailable] = {}
         claims: dict[str, Claim] = {}
         for one in claimed:
@@ -321,18 +330,16 @@ class Verifier:
                 found[one.submission] = given_up(one)
                 continue
             try:
-                body = await asyncio.to_thread(self._bodies.read, one)
+                body = self._bodies.read(one)
             except BodyUnavailable as error:
                 found[one.submission] = error
                 continue
-            rollouts = body if isinstance(body, Verdict) else await read(body, spec=self._home.spec)
+            rollouts = body if isinstance(body, Verdict) else read(body, spec=self._home.spec)
             if isinstance(rollouts, Verdict):
                 found[one.submission] = JudgedClaim(verdict=rollouts)
             else:
                 claims[one.submission] = claim_of(one, rollouts)
-        decided = await decide_many(list(claims.values()), policies=cache, published=published, rules=self._rules)
-        found |= dict(zip(claims, decided, strict=True))
-        return [found[one.submission] for one in claimed]
+        return found, claims
 
     async def _blueprints(
         self, judged: Sequence[tuple[QueueItem, JudgedClaim]], cache: PolicyCache

@@ -46,7 +46,7 @@ class GroupRebuilder:
         found: JudgedClaim | PolicyUnavailable | BodyUnavailable
         try:
             body = await asyncio.to_thread(self._bodies.read, claimed)
-            rollouts = body if isinstance(body, Verdict) else await read(body, spec=self._home.spec)
+            rollouts = body if isinstance(body, Verdict) else await asyncio.to_thread(read, body, spec=self._home.spec)
             if isinstance(rollouts, Verdict):
                 found = JudgedClaim(verdict=rollouts)
             else:

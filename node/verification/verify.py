@@ -62,7 +62,7 @@ async def verify(
     look: Look | None = None,
 ) -> JudgedClaim:
     """Judge a submission as it arrived; arguments as of `Claim` and `decide_many`. Raises PolicyUnavailable."""
-    rollouts = await read(body, spec=rules.spec)
+    rollouts = await asyncio.to_thread(read, body, spec=rules.spec)
     if isinstance(rollouts, Verdict):
         return JudgedClaim(verdict=rollouts)
     claim = Claim(version=version, manifest_digest=manifest_digest, slot=slot, candidate=candidate, rollouts=rollouts)
@@ -72,11 +72,11 @@ async def verify(
     return found
 
 
-async def read(body: bytes | Path, *, spec: RunSpec) -> list[Rollout] | Verdict:
-    """Read the rollouts of a submission as it arrived; return the verdict if it cannot be read."""
+def read(body: bytes | Path, *, spec: RunSpec) -> list[Rollout] | Verdict:
+    """Read the rollouts of a submission as it arrived; return the verdict if it cannot be read. Blocks."""
     try:
         with as_verifier_failure("reading"):
-            return await asyncio.to_thread(read_rollouts, body, spec=spec)
+            return read_rollouts(body, spec=spec)
     except Refusal as refusal:
         return refused(refusal)
     except VerifierFailed as error:
@@ -106,16 +106,23 @@ async def decide_many(
     """
     cases = [_Case(claim) for claim in claims]
     for case in cases:
-        own_look = look_if_suspicious(random.SystemRandom().random()) if look is None else look
-        await case.start(policies, partial(plan_claim, rules=rules, published=published, probe=probe, look=own_look))
+        await case.fetch_blueprint(policies)
+
+    def plan_all() -> None:
+        for case in cases:
+            own_look = look_if_suspicious(random.SystemRandom().random()) if look is None else look
+            case.start(partial(plan_claim, rules=rules, published=published, probe=probe, look=own_look))
+
+    # One thread for all cases: each change of threads takes a tenth of a millisecond of processor time.
+    await asyncio.to_thread(plan_all)
     newest_first = False
     while due := [(case, case.state.rows) for case in cases if isinstance(case.state, NeedsRows)]:
         wanted = [(case.plan, rows) for case, rows in due]
         measuring = await measure_rows(wanted, policies, spec=rules.spec, newest_first=newest_first)
-        for group, (case, _) in enumerate(due):
-            await asyncio.to_thread(case.take_rows, measuring, group)
+        await asyncio.to_thread(_take_rows, [case for case, _ in due], measuring)
         # The policy that was asked last is still at hand: what comes next begins with it.
         newest_first = not newest_first
+    await asyncio.to_thread(_reward, cases)
     for case in cases:
         await case.finish(policies, published)
     return [case.state for case in cases if isinstance(case.state, JudgedClaim | PolicyUnavailable)]
@@ -132,30 +139,51 @@ def undecided(error: VerifierFailed, *, tokens: int = 0) -> Verdict:
     return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=detail, tokens=tokens)
 
 
+def _take_rows(cases: Sequence[_Case], measuring: Measurement) -> None:
+    for group, case in enumerate(cases):
+        case.take_rows(measuring, group)
+
+
+def _reward(cases: Sequence[_Case]) -> None:
+    for case in cases:
+        case.reward()
+
+
 @dataclass
 class _Case:
     """A claim in progress; `state` is the judgement, the missing policy, or the measurement needed next."""
 
     claim: Claim
+    blueprint: Blueprint | None = None
     plan: Plan = field(init=False)
     seen: Measurements = field(default_factory=Measurements)
     state: Due | JudgedClaim | PolicyUnavailable = field(init=False)
 
-    async def start(self, policies: Policies, plan: Callable[[Claim, Blueprint], Plan]) -> None:
-        """Plan the claim under its leased policy."""
+    async def fetch_blueprint(self, policies: Policies) -> None:
+        """Get the leased policy's blueprint, for `start`."""
         try:
-            blueprint = await policies.blueprint(self.claim.version)
+            self.blueprint = await policies.blueprint(self.claim.version)
         except PolicyUnavailable as error:
             self.state = error
+
+    def start(self, plan: Callable[[Claim, Blueprint], Plan]) -> None:
+        """Plan the claim under its leased policy, if that could be had; blocks."""
+        if self.blueprint is None:
             return
         with self._settle_failure():
-            self.plan = await asyncio.to_thread(plan, self.claim, blueprint)
+            self.plan = plan(self.claim, self.blueprint)
             self._judge()
 
     def take_rows(self, measuring: Measurement, group: int) -> None:
         """Judge again with this case's measurements, which are those of `group`."""
         with self._settle_failure():
             self._judge(rows={**self.seen.rows, **measuring.result(group)})
+
+    def reward(self) -> None:
+        """Compute the rewards, if they are what is missing, and judge again; blocks."""
+        with self._settle_failure():
+            if isinstance(self.state, NeedsRewards):
+                self._judge(rewards=measure_rewards(self.plan))
 
     async def finish(self, policies: Policies, published: Collection[int]) -> None:
         """Measure and judge until the case is settled."""
@@ -165,7 +193,7 @@ class _Case:
                     case NeedsRows():
                         raise RuntimeError("rows are measured for all cases together")
                     case NeedsRewards():
-                        self._judge(rewards=await asyncio.to_thread(measure_rewards, self.plan))
+                        raise RuntimeError("rewards are computed for all cases together")
                     case NeedsGain(suspect):
                         gain = await suspect_gain(
                             suspect,

@@ -140,9 +140,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, *, meanwhile: Callable[[], None] = 
     readings: list[Path] = []
     read, decide_many = verifier.read, verifier.decide_many
 
-    async def reading(body: Path, **arguments: Any) -> list[Rollout] | Verdict:
+    def reading(body: Path, **arguments: Any) -> list[Rollout] | Verdict:
         readings.append(body)
-        return await read(body, **arguments)
+        return read(body, **arguments)
 
     async def deciding(claims: Sequence[Claim], **arguments: Any) -> list[Verdict | PolicyUnavailable]:
         decided = await decide_many(claims, **arguments)
