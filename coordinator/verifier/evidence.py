@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
+import numpy as np
 import zstandard
 from msgspec import Meta
 
@@ -166,7 +167,7 @@ def _row(
     kept = min(most, len(pieces), len(rollout.completion_ids))
     return RowEvidence(
         tokens=len(rollout.completion_ids),
-        ids=struct.pack(f"<{kept}I", *(max(0, min(token, MAX_ID)) for token in rollout.completion_ids[:kept])),
+        ids=np.clip(np.array(rollout.completion_ids[:kept], np.int64), 0, MAX_ID).astype("<u4").tobytes(),
         pieces=[piece[:MAX_PIECE_CHARACTERS] for piece in pieces[:kept]],
         margins=b"" if measured is None else _halves(measured.margins[:kept]),
         errors=b"" if measured is None else _halves(measured.errors[:kept]),
@@ -178,8 +179,9 @@ def _row(
 
 
 def _halves(values: Sequence[float]) -> bytes:
+    numbers = np.array(values, np.float64)
     # Values beyond float16 exceed every limit.
-    return struct.pack(f"<{len(values)}e", *(value if abs(value) <= MAX_HALF else math.inf for value in values))
+    return np.where(np.abs(numbers) <= MAX_HALF, numbers, math.inf).astype("<f2").tobytes()
 
 
 def _chunks(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -86,6 +86,11 @@ class Conversation(Environment, Protocol):
 
     def reward_turns(self, problem: Problem, turns: Sequence[str]) -> float:
         """Return the reward in [0, 1] of all the model's turns, at least one; otherwise like `Environment.reward`."""
+
+
+def is_conversation(environment: Environment) -> TypeGuard[Conversation]:
+    """Return whether an environment is a `Conversation`; for each reward, where isinstance takes 12 µs."""
+    return hasattr(environment, "reply") and hasattr(environment, "reward_turns")
 
 
 def draws(environment: str, index: int) -> Iterator[int]:

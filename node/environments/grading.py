@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from node.environments.base import Conversation, Environment, Problem
+from node.environments.base import Environment, Problem, is_conversation
 from node.environments.lengths import LengthTargets
 
 
@@ -16,6 +16,6 @@ def grade(environment: Environment, problem: Problem, turns: Sequence[str], *, t
     if isinstance(environment, LengthTargets):
         earned = grade(environment.inner, problem.data["asked"], turns, tokens=tokens)
         return environment.after_penalty(earned, problem, tokens=tokens)
-    if isinstance(environment, Conversation):
+    if is_conversation(environment):
         return environment.reward_turns(problem, turns)
     return environment.reward(problem, turns[-1])

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta
+from msgspec.structs import astuple
 
 from node.protocol.evidence import STATISTICS, Drift, Totals, drift_limit, drifts, evidence_limit, evidences
 from node.protocol.reasons import Reason
@@ -143,8 +144,11 @@ def judge_rows(rows: Mapping[int, Figures], *, limits: LimitsSpec) -> Finding | 
     """
     if not rows:
         raise ValueError("nothing was measured")
-    for name in Figures.__struct_fields__:
+    each = [astuple(rows[row]) for row in sorted(rows)]
+    for name, values in zip(Figures.__struct_fields__, zip(*each, strict=True), strict=True):
         reason, limit = limit_of(name, limits)
+        if all(value <= limit for value in values):  # NaN is not
+            continue
         for row in sorted(rows):
             value = finite(getattr(rows[row], name))
             if value > limit:

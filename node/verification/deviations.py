@@ -6,7 +6,7 @@ The same for every engine (docs/protocol.md, section 7.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +96,9 @@ class Deviations:
         """Sum up the statistics under the run's levels."""
         return Totals(**{name: total(values, getattr(limits.honest, name)) for name, values in self.statistics.items()})
 
-    def figures(self, limits: LimitsSpec) -> Figures:
-        """Compute the figures that the rollout is judged by."""
+    def figures(self, limits: LimitsSpec, totals: Totals | None = None) -> Figures:
+        """Compute the figures that the rollout is judged by; `totals` are its own, where they are known."""
+        totals = self.totals(limits) if totals is None else totals
         far = [sketch_value(distance) for distance in self.sketch_distances]
         return Figures(
             exponent_mismatches=worst_of(self.exponent_mismatches or [0.0]),
@@ -107,7 +108,7 @@ class Deviations:
             margin_mean=worst_of([sum(self.margins) / len(self.margins)]),
             logprob_error=worst_of(self.errors),
             sketch_distance=math.exp(sum(far) / len(far)) if far else 0.0,
-            **{f"{name}{EVIDENCE}": nats for name, nats in evidences(self.totals(limits), limits=limits)},
+            **{f"{name}{EVIDENCE}": nats for name, nats in evidences(totals, limits=limits)},
         )
 
 
@@ -129,9 +130,10 @@ class RowMeasured:
     def of(spans: Sequence[SpanMeasured], logprobs: Sequence[float], *, limits: LimitsSpec) -> RowMeasured:
         """Make the measurement from a rollout's spans in order and its submitted log-probabilities."""
         deviations = Deviations.of(spans, logprobs)
+        totals = deviations.totals(limits)
         return RowMeasured(
-            figures=deviations.figures(limits),
-            totals=deviations.totals(limits),
+            figures=deviations.figures(limits, totals),
+            totals=totals,
             logprobs=[value for span in spans for value in span.logprobs],
             deviations=deviations,
             experts=_experts(spans),
@@ -154,6 +156,8 @@ def sketch_distances(errors: Sequence[Sequence[float]]) -> list[float]:
     return found
 
 
-def worst_of(values: Iterable[float]) -> float:
+def worst_of(values: Sequence[float]) -> float:
     """Return the largest value; NOT_FINITE if one is not (`max` alone would let a NaN hide behind its neighbours)."""
+    if math.isfinite(sum(values)):  # then each of them is
+        return float(max(values))
     return max(finite(float(value)) for value in values)
