@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from sqlalchemy import Connection, bindparam, func, insert, select
+from sqlalchemy import Connection, bindparam, func, select
 
 from coordinator.errors import StorageFault
 from coordinator.storage import locks
-from coordinator.storage.prepared import Prepared
+from coordinator.storage.prepared import Prepared, insert_into
 from coordinator.storage.schema import log_entries, log_nodes
 from node.protocol import merkle
 from node.protocol.messages import LogEntry
@@ -18,11 +18,11 @@ from shardcast.wire import encode
 ENTRIES = log_entries.name
 MAX_ENTRIES_PER_READ = 1000
 MAX_BYTES_PER_READ = 4 * 1024 * 1024
-_NODE: Final = select(log_nodes.c.hash).where(
-    log_nodes.c.level == bindparam("level"), log_nodes.c.index == bindparam("index")
+_NODE: Final = Prepared(
+    select(log_nodes.c.hash).where(log_nodes.c.level == bindparam("level"), log_nodes.c.index == bindparam("index"))
 )
-_ADD_ENTRY: Final = insert(log_entries)
-_ADD_NODES: Final = insert(log_nodes)
+_ADD_ENTRY: Final = Prepared(insert_into(log_entries, "index", "leaf"))
+_ADD_NODE: Final = Prepared(insert_into(log_nodes, "level", "index", "hash"))
 _LAST = Prepared(select(func.max(log_entries.c.index)))
 
 
@@ -31,7 +31,7 @@ def append(connection: Connection, entry: LogEntry) -> int:
     locks.deciding(connection)
     leaf = encode(entry)
     index = size(connection)
-    connection.execute(_ADD_ENTRY, {"index": index, "leaf": leaf})
+    _ADD_ENTRY.run(connection, {"index": index, "leaf": leaf})
     nodes = merkle.completed_nodes(index, merkle.leaf_hash(leaf), lambda level, at: _node(connection, level, at))
     add_nodes(connection, nodes)
     return index
@@ -39,7 +39,8 @@ def append(connection: Connection, entry: LogEntry) -> int:
 
 def add_nodes(connection: Connection, nodes: Sequence[tuple[int, int, bytes]]) -> None:
     """Store inner nodes of the Merkle tree as (level, index, hash)."""
-    connection.execute(_ADD_NODES, [{"level": level, "index": at, "hash": value} for level, at, value in nodes])
+    for level, at, value in nodes:
+        _ADD_NODE.run(connection, {"level": level, "index": at, "hash": value})
 
 
 def size(connection: Connection) -> int:
@@ -77,7 +78,7 @@ def consistency(connection: Connection, first: int, second: int) -> list[bytes]:
 
 
 def _node(connection: Connection, level: int, index: int) -> bytes:
-    found = connection.execute(_NODE, {"level": level, "index": index}).scalar()
+    found = _NODE.scalar(connection, {"level": level, "index": index})
     if found is None:
         raise StorageFault(f"Merkle node {level}/{index} of the log is missing")
     return bytes(found)

@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 
 from coordinator.storage import stakes
+from coordinator.storage.prepared import Prepared
 from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, nodes, submissions
 from node.protocol.admission import Outcome
 from node.protocol.run import BatchSpec, RunSpec, StandingSpec
@@ -35,23 +36,25 @@ FREE_RETURNS = 16
 returns all that it holds."""
 
 _OF_NODE: Final = nodes.c.node == bindparam("of_node")
-_STANDING: Final = select(nodes.c.verified, nodes.c.strikes).where(_OF_NODE)
+_STANDING: Final = Prepared(select(nodes.c.verified, nodes.c.strikes).where(_OF_NODE))
 _SET_STANDING: Final = (
     update(nodes).where(_OF_NODE).values(verified=bindparam("now_verified"), strikes=bindparam("now_strikes"))
 )
-_ADD_ADMITTED: Final = _SET_STANDING.values(
-    admitted=nodes.c.admitted + 1,
-    tokens=nodes.c.tokens + bindparam("gained"),
-    rejected_streak=0,
-    returned=case((nodes.c.returned > 0, nodes.c.returned - 1), else_=0),
+_ADD_ADMITTED: Final = Prepared(
+    _SET_STANDING.values(
+        admitted=nodes.c.admitted + 1,
+        tokens=nodes.c.tokens + bindparam("gained"),
+        rejected_streak=0,
+        returned=case((nodes.c.returned > 0, nodes.c.returned - 1), else_=0),
+    )
 )
 _ADD_REJECTED: Final = _SET_STANDING.values(rejected=nodes.c.rejected + 1)
 
 
 def standing_of(connection: Connection, node: str) -> Standing:
     """Return a node's current standing."""
-    row = connection.execute(_STANDING, {"of_node": node}).one()
-    return Standing(verified=row.verified, strikes=row.strikes)
+    ((verified, strikes),) = _STANDING.rows(connection, {"of_node": node})
+    return Standing(verified=verified, strikes=strikes)
 
 
 def is_measured_in_full(standing: Standing, *, draw: float, staked: int, rules: StandingSpec) -> bool:
@@ -66,7 +69,7 @@ def apply_verdict(
     standing = standing_of(connection, node).after(outcome, full=full, rules=spec.standing)
     values = {"of_node": node, "now_verified": standing.verified, "now_strikes": standing.strikes}
     if outcome is Outcome.ADMITTED:
-        connection.execute(_ADD_ADMITTED, values | {"gained": tokens})
+        _ADD_ADMITTED.run(connection, values | {"gained": tokens})
     else:
         connection.execute(_ADD_REJECTED if outcome is Outcome.REJECTED else _SET_STANDING, values)
     if outcome is Outcome.REJECTED:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, case, select
 from sqlalchemy.dialects import postgresql, sqlite
 
+from coordinator.storage.prepared import Prepared
 from coordinator.storage.schema import verdict_tallies
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason
@@ -66,8 +67,7 @@ def _counting(insert: Any) -> Any:
     )
 
 
-# Of one row, executed once for each: SQLAlchemy would compile a statement of several rows again at each execution.
-_COUNT: Final = {"sqlite": _counting(sqlite.insert), "postgresql": _counting(postgresql.insert)}
+_COUNT: Final = {"sqlite": Prepared(_counting(sqlite.insert)), "postgresql": Prepared(_counting(postgresql.insert))}
 
 
 def count_verdict(
@@ -78,8 +78,9 @@ def count_verdict(
     values = {"verdicts": 1, "tokens": verdict.tokens, "wait_seconds": waited, "longest_wait": waited}
     reason = "" if verdict.reason is None else verdict.reason.value
     key = {"kind": kind.value, "outcome": verdict.outcome.value, "reason": reason}
-    rows = [{"width": width, "start": _start(now, width), **key, **values} for width in WIDTHS]
-    connection.execute(_COUNT[connection.dialect.name], rows)
+    count = _COUNT[connection.dialect.name]
+    for width in WIDTHS:
+        count.run(connection, {"width": width, "start": _start(now, width), **key, **values})
 
 
 def _start(now: float, width: int) -> int:

@@ -1,12 +1,13 @@
-"""The statements of `verdicts` that each verdict executes, built once, as those of `work_statements`."""
+"""The statements of `verdicts` that each verdict executes, prepared as those of `work_statements`."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Select, and_, bindparam, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, bindparam, not_, or_, select, update
 
 from coordinator.storage import standing
+from coordinator.storage.prepared import Prepared, insert_into
 from coordinator.storage.schema import SubmissionState, groups, nodes, policies, slots, submissions
 
 
@@ -80,7 +81,7 @@ CLAIM: Final = (
     )
 )
 # Locked, for no other verifier to claim it meanwhile.
-JUDGED: Final = (
+JUDGED: Final = Prepared(
     select(
         submissions.c.outcome,
         submissions.c.recheck,
@@ -91,7 +92,17 @@ JUDGED: Final = (
     .with_for_update()
 )
 UPDATE_SUBMISSION: Final = update(submissions).where(submissions.c.submission == bindparam("name"))
-UPDATE_SLOT: Final = update(slots).where(slots.c.id == bindparam("of_slot"))
-ADD_GROUP: Final = insert(groups)
-DRIFT: Final = select(nodes.c.drift).where(nodes.c.node == bindparam("of_node")).with_for_update()
-SET_DRIFT: Final = update(nodes).where(nodes.c.node == bindparam("of_node"))
+DECIDED: Final = (
+    *("body", "outcome", "reason", "detail", "figure", "tokens", "log_index", "decided_at", "spot"),
+    "evidence",
+)
+"""Columns that `DECIDE` sets, each to the parameter of its name after `new_`."""
+DECIDE: Final = Prepared(
+    UPDATE_SUBMISSION.values(state=SubmissionState.DONE).values(
+        {column: bindparam(f"new_{column}") for column in DECIDED}
+    )
+)
+UPDATE_SLOT: Final = Prepared(update(slots).where(slots.c.id == bindparam("of_slot")).values(state=bindparam("new")))
+ADD_GROUP: Final = Prepared(insert_into(groups, "slot_id", "submission", "blob", "reward_mean", "signal"))
+DRIFT: Final = Prepared(select(nodes.c.drift).where(nodes.c.node == bindparam("of_node")).with_for_update())
+SET_DRIFT: Final = Prepared(update(nodes).where(nodes.c.node == bindparam("of_node")).values(drift=bindparam("new")))

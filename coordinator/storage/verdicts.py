@@ -158,12 +158,12 @@ def record(
     """
     locks.deciding(connection)
     claim_ = {"name": claimed.submission, "claimer": claimed.verifier, "attempt": claimed.attempts + 1}
-    row = connection.execute(statements.JUDGED, claim_).one()
+    ((outcome, recheck, received_at, is_held_still),) = statements.JUDGED.rows(connection, claim_)
     # A late first verdict may find its submission waiting for the second, or its group for being rebuilt.
-    if (row.recheck != RECHECK_DUE) if claimed.recheck else (row.outcome is not None):
+    if (recheck != RECHECK_DUE) if claimed.recheck else (outcome is not None):
         return False
     if not _settles(connection, claimed, verdict, spec=spec):
-        if not row.held:
+        if not is_held_still:
             return False
         if verdict.outcome is not Outcome.INDETERMINATE or _has_attempts_left(claimed, now=now):
             _update_submission(connection, claimed, state=SubmissionState.QUEUED, verifier=None)
@@ -174,7 +174,7 @@ def record(
         verdict = _after_drift(connection, claimed, verdict, limits=spec.limits)
         _record_first(connection, claimed, verdict, spec=spec, now=now, group=group, evidence=evidence)
         kind = VerdictKind.FULL if verdict.spot is None else VerdictKind.SPOT
-        tallies.count_verdict(connection, kind, verdict, waited_seconds=now - row.received_at, now=now)
+        tallies.count_verdict(connection, kind, verdict, waited_seconds=now - received_at, now=now)
     if verdict.outcome is Outcome.REJECTED:
         standing.penalise(connection, claimed.node, submission=claimed.submission, spec=spec, now=now)
     return True
@@ -207,21 +207,20 @@ def _record_first(
     evidence: str | None,
 ) -> None:
     index = log.append(connection, _entry(claimed, verdict, now=now))
-    _update_submission(
-        connection,
-        claimed,
-        state=SubmissionState.DONE,
-        body=claimed.body,  # the true digest, where another was signed
-        outcome=verdict.outcome,
-        reason=verdict.reason,
-        detail=verdict.detail,
-        figure=verdict.finding.figure if verdict.finding is not None else None,
-        tokens=verdict.tokens,
-        log_index=index,
-        decided_at=now,
-        spot=verdict.spot,
-        evidence=evidence,
-    )
+    decided = {
+        "body": claimed.body,  # the true digest, where another was signed
+        "outcome": verdict.outcome.value,
+        "reason": None if verdict.reason is None else verdict.reason.value,
+        "detail": verdict.detail,
+        "figure": verdict.finding.figure if verdict.finding is not None else None,
+        "tokens": verdict.tokens,
+        "log_index": index,
+        "decided_at": now,
+        "spot": verdict.spot,
+        "evidence": evidence,
+    }
+    values = {f"new_{column}": decided[column] for column in statements.DECIDED}
+    statements.DECIDE.run(connection, {"name": claimed.submission, **values})
     if verdict.outcome is Outcome.ADMITTED and isinstance(spec.batch.pools, PoolsSpec):
         pools.note_group(connection, claimed.slot_id, verdict.rewards or (), head=progress(connection).head)
     if verdict.outcome is not Outcome.ADMITTED:
@@ -233,7 +232,7 @@ def _record_first(
         rewards = verdict.rewards or ()
         mean = sum(rewards) / len(rewards)
         row = {"slot_id": claimed.slot_id, "submission": claimed.submission, "blob": group}
-        connection.execute(statements.ADD_GROUP, row | {"reward_mean": mean, "signal": has_signal(rewards)})
+        statements.ADD_GROUP.run(connection, row | {"reward_mean": mean, "signal": has_signal(rewards)})
     standing.apply_verdict(
         connection,
         claimed.node,
@@ -278,10 +277,10 @@ def _after_drift(connection: Connection, claimed: QueueItem, verdict: Verdict, *
     """
     if verdict.totals is None or verdict.outcome is not Outcome.ADMITTED:
         return verdict
-    held = connection.execute(statements.DRIFT, {"of_node": claimed.node}).scalar_one()
-    drift = Drift() if held is None else decode(Drift, held, max_bytes=MAX_DRIFT_BYTES)
+    held = statements.DRIFT.scalar(connection, {"of_node": claimed.node})
+    drift = Drift() if held is None else decode(Drift, bytes(held), max_bytes=MAX_DRIFT_BYTES)
     drift = follow(drift, verdict.totals, limits=limits)
-    connection.execute(statements.SET_DRIFT, {"of_node": claimed.node, "drift": encode(drift)})
+    statements.SET_DRIFT.run(connection, {"of_node": claimed.node, "new": encode(drift)})
     finding = judge_drift(drift, limits=limits)
     if finding is None:
         return verdict
@@ -316,7 +315,7 @@ def _update_submission(connection: Connection, claimed: QueueItem, **values: obj
 
 
 def _update_slot(connection: Connection, claimed: QueueItem, state: SlotState) -> None:
-    connection.execute(statements.UPDATE_SLOT, {"of_slot": claimed.slot_id, "state": state})
+    statements.UPDATE_SLOT.run(connection, {"of_slot": claimed.slot_id, "new": state.value})
 
 
 def clock() -> float:
