@@ -38,6 +38,8 @@ from coordinator.errors import BadConfiguration
 from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
 from coordinator.storage import log, training
+from coordinator.storage.facts import read_fact
+from coordinator.storage.retention import RESUMES_FROM
 from coordinator.storage.schema import groups, policies, steps
 from coordinator.storage.training import PolicyRecord
 from coordinator.training import distributed_learner, initial
@@ -67,6 +69,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], li
         with home.database.read() as connection:
             assert kept is not None
             assert kept.size == log.size(connection), "else it would go on from an older database"
+            oldest = checkpoints(folder / "checkpoints")[0].name
+            assert f"checkpoint-{int(read_fact(connection, RESUMES_FROM) or 0):08d}" == oldest, (
+                "else no evidence expires"
+            )
         return outcome_of(home)
 
 
