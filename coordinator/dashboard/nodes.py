@@ -10,7 +10,7 @@ from coordinator.dashboard.formatting import minute, number
 from coordinator.dashboard.listed import ROWS, SubmissionLine, lines_of
 from coordinator.dashboard.series import Picture, picture_of
 from coordinator.run.service import Coordinator
-from coordinator.storage import listings, nodes
+from coordinator.storage import counters, listings, nodes
 from coordinator.storage.tallies import DAY
 from node.commands.status_report import StatusLine
 from node.commands.status_report import lines_of as standing_lines
@@ -53,7 +53,7 @@ def read_node(coordinator: Coordinator, node: str, *, outcome: str, before: int 
         wanted = (Outcome(outcome),) if outcome else tuple(Outcome)
         judged = listings.judged_of_node(connection, node, outcomes=wanted, before=before, most=ROWS + 1)
         waiting = [] if outcome or before else listings.unjudged_of_node(connection, node, most=ROWS)
-        counted = nodes.rejections_of(connection, [node]).get(node, {}) if row.rejected else {}
+        counted = counters.rejections_of(connection, [node]).get(node, {}) if row.rejected else {}
         credit = listings.credit_of(connection, node)
         view_lines = lines_of(connection, judged[:ROWS], home=home), lines_of(connection, waiting, home=home)
     standing = coordinator.standing(node, now=now)

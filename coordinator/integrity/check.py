@@ -18,7 +18,7 @@ from coordinator.integrity.differences import Difference, is_same, shown
 from coordinator.integrity.tree import check_tree
 from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
-from coordinator.storage import derived_rows, locks
+from coordinator.storage import counters, derived_rows, locks
 from coordinator.storage.database import Connection
 from coordinator.storage.schema import SubmissionState
 from node.protocol.checkpoints import Checkpoint
@@ -78,13 +78,20 @@ class _StateCheck:
             lost = "not compared: nothing confirms the log that they follow from"
             self._report(Difference("all other tables", "", "", lost, "unknown", can_repair=False))
             return
+        self._check_counters()  # before any repair of the rows that they count
         fold = LogFold(run_id=self._run_id, spec=self._home.spec)
         self._follow(fold)
         for table, rows in fold.tables.items():
             self._compare_table(table, rows)
         self._check_unlogged(fold)
+        if self._repair:
+            counters.recount(self._connection)
         if with_blobs:
             check_blobs(self._home, self._connection, report=self._report)
+
+    def _check_counters(self) -> None:
+        for of, state, stored, counted in counters.wrong_counts(self._connection):
+            self._differs("final_counts", (of, state), "number", stored, counted, can_repair=True)
 
     def _follow(self, fold: LogFold) -> None:
         start = 0
@@ -142,7 +149,7 @@ class _StateCheck:
             if self._repair:
                 derived_rows.remove(self._connection, table, key)
             return
-        can_add = table in ("verdict_tallies", "problem_means", "deliveries")
+        can_add = table in ("verdict_tallies", "problem_means", "deliveries", "rejections")
         self._differs(table, key, "", None, "a row", can_repair=can_add)
         if can_add and self._repair:
             derived_rows.add(self._connection, table, key, derived)

@@ -87,7 +87,8 @@ class LogFold:
         self._waiting: dict[str, _Waiting] = {}
         self.first_verdicts = 0
         self.tables: dict[str, dict[Key, Columns]] = {
-            name: {} for name in ("policies", "steps", "nodes", "problem_means", "verdict_tallies", "deliveries")
+            name: {}
+            for name in ("policies", "steps", "nodes", "rejections", "problem_means", "verdict_tallies", "deliveries")
         }
         """Whole tables, complete after `end`."""
 
@@ -122,6 +123,9 @@ class LogFold:
         self._drift(node, entry)
         if entry.outcome is Outcome.REJECTED:
             node.rejected += 1
+            reason = "" if entry.reason is None else entry.reason.value
+            counts = self.tables["rejections"].setdefault((entry.node, reason), {"rejected": 0})
+            counts["rejected"] += 1
         if entry.outcome is Outcome.ADMITTED and entry.spot is not None:
             node.open[entry.submission] = columns
         else:

@@ -19,16 +19,16 @@ from coordinator.metrics.curves import REWARD_OF
 from coordinator.run.home import Home
 from coordinator.run.status import ACTIVE_SECONDS
 from coordinator.storage import log, nodes, pools, tallies
+from coordinator.storage.counters import ended_leases
 from coordinator.storage.database import Connection
 from coordinator.storage.faults import DatabaseFault
 from coordinator.storage.heartbeats import read_heartbeats
 from coordinator.storage.progress import progress
 from coordinator.storage.relays import relays_seen_since
-from coordinator.storage.schema import LeaseState
 from coordinator.storage.steps import finished_steps, newest_finished_step
 from coordinator.storage.submissions import QUEUED, count_waiting
 from coordinator.storage.tallies import VerdictKind
-from coordinator.storage.totals import count_leases, partly_measured, slot_counts
+from coordinator.storage.totals import active_leases, partly_measured, slot_counts
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Reason
 from node.runtime.metrics import family
@@ -204,14 +204,14 @@ def _verdicts(connection: Connection) -> Iterator[Metric]:
 
 
 def _leases(connection: Connection) -> Iterator[Metric]:
-    yield _gauge("swarmproof_active_leases", "Leases that nodes hold.", count_leases(connection, LeaseState.ACTIVE))
+    yield _gauge("swarmproof_active_leases", "Leases that nodes hold.", active_leases(connection))
     ended = CounterMetricFamily(
         "swarmproof_leases_ended",
         "Leases that ended without a submission: returned, expired or overtaken.",
         labels=["how"],
     )
-    for state in (LeaseState.RETURNED, LeaseState.EXPIRED, LeaseState.OVERTAKEN):
-        ended.add_metric([state.value], count_leases(connection, state))
+    for state, count in ended_leases(connection).items():
+        ended.add_metric([state.value], count)
     yield ended
 
 

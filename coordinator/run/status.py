@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from coordinator.run.leader import last_leader
-from coordinator.storage import log, nodes, relays, steps, totals
+from coordinator.storage import counters, log, nodes, relays, steps, totals
 from coordinator.storage.database import Connection
 from coordinator.storage.progress import progress
 from coordinator.storage.submissions import latest_by_environment
@@ -118,7 +118,7 @@ def _policies(connection: Connection) -> list[dict[str, Any]]:
 
 def _nodes(connection: Connection, *, rules: StandingSpec, now: float) -> list[dict[str, Any]]:
     rows = nodes.list_active(connection, seen_since=now - ACTIVE_SECONDS, most=MAX_NODES)
-    reasons = nodes.rejections_of(connection, [row.node for row in rows if row.rejected])
+    reasons = counters.rejections_of(connection, [row.node for row in rows if row.rejected])
     return [
         {
             "node": row.node,

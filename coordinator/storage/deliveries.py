@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from sqlalchemy import Connection, bindparam, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 
+from coordinator.storage.counters import adding_to
 from coordinator.storage.facts import read_run_id
 from coordinator.storage.schema import UNKNOWN_SIGNAL, deliveries, groups, policies, slots, submissions
 from node.protocol.messages import MissedSlot
@@ -21,7 +21,7 @@ from node.protocol.slots import slot_problem
 from node.protocol.withholding import Deliveries
 
 MOST_NODES: Final = 200
-_INSERT: Final = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_ADD: Final = adding_to(deliveries)
 _USED: Final = (
     select(slots.c.version, slots.c.number, groups.c.signal, submissions.c.node)
     .join(groups, groups.c.slot_id == slots.c.id)
@@ -74,15 +74,7 @@ def count_step(connection: Connection, step: int, missed: Sequence[MissedSlot], 
         for (node, environment, signal), n in sorted(counts.items())
     ]
     if rows:
-        _add(connection, rows)
-
-
-def _add(connection: Connection, rows: Sequence[dict[str, object]]) -> None:
-    added: Any = _INSERT[connection.dialect.name](deliveries)
-    new, old = added.excluded, deliveries.c
-    sums = {"delivered": old.delivered + new.delivered, "missed": old.missed + new.missed}
-    statement = added.on_conflict_do_update(index_elements=list(deliveries.primary_key), set_=sums)
-    connection.execute(statement, list(rows))
+        connection.execute(_ADD[connection.dialect.name], rows)
 
 
 def read_withheld(connection: Connection) -> dict[str, NodeDeliveries]:

@@ -42,6 +42,7 @@ from coordinator.storage.schema import (
     nodes,
     policies,
     problem_means,
+    rejections,
     slots,
     steps,
     submissions,
@@ -55,7 +56,18 @@ PAGE_ROWS: Final = 500
 LEAVES_AT_ONCE: Final = 1000
 TABLES: Final[dict[str, Table]] = {
     table.name: table
-    for table in (submissions, groups, slots, policies, steps, nodes, problem_means, verdict_tallies, deliveries)
+    for table in (
+        submissions,
+        groups,
+        slots,
+        policies,
+        steps,
+        nodes,
+        problem_means,
+        verdict_tallies,
+        deliveries,
+        rejections,
+    )
 }
 _KEYS: Final = {submissions.name: ("submission",), groups.name: ("submission",), slots.name: ("version", "number")}
 

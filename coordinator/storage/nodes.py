@@ -9,9 +9,8 @@ from typing import Final
 from sqlalchemy import Connection, bindparam, func, insert, literal, select, tuple_, update
 
 from coordinator.storage import instances, locks
-from coordinator.storage.schema import nodes, submissions
+from coordinator.storage.schema import nodes
 from coordinator.storage.standing import is_unproven
-from node.protocol.admission import Outcome
 from node.protocol.messages import Registration
 from node.protocol.standing import Standing
 
@@ -119,14 +118,3 @@ def list_active(connection: Connection, *, seen_since: float, most: int) -> list
         found |= dict.fromkeys(connection.execute(query).scalars())
     rows = connection.execute(_ROW.where(columns.node.in_(list(found)[:most])).order_by(columns.registered_at))
     return [NodeRow(*row) for row in rows]
-
-
-def rejections_of(connection: Connection, names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return how often each of these nodes was rejected, by reason."""
-    by_node: dict[str, dict[str, int]] = {}
-    query = select(submissions.c.node, submissions.c.reason, func.count()).where(
-        submissions.c.node.in_(names), submissions.c.outcome == Outcome.REJECTED
-    )
-    for node, reason, count in connection.execute(query.group_by(submissions.c.node, submissions.c.reason)):
-        by_node.setdefault(node, {})[reason] = int(count)
-    return by_node

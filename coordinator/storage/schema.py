@@ -281,6 +281,22 @@ verdict_tallies = Table(
     Column("longest_wait", Double, nullable=False),
 )
 
+rejections = Table(
+    "rejections",
+    metadata,
+    Column("node", Text, ForeignKey("nodes.node"), primary_key=True),
+    Column("reason", Text, primary_key=True),
+    Column("rejected", Integer, nullable=False),
+)
+
+final_counts = Table(
+    "final_counts",
+    metadata,
+    Column("of", Text, primary_key=True),
+    Column("state", Text, primary_key=True),
+    Column("number", BigInteger, nullable=False),
+)
+
 groups = Table(
     "groups",
     metadata,

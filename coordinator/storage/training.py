@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from sqlalchemy import Connection, func, insert, select, update
 
 from coordinator.storage import deliveries, gaps, locks, log, work
+from coordinator.storage.counters import count_final
 from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import SlotState, groups, policies, slots, steps
 from coordinator.storage.standing import rechecks_due, settle
@@ -62,7 +64,7 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float, trained: 
     missing = gaps.missing_slots(connection, at, spec=spec)
     step, ids = at.next_step, [row.slot_id for row in chosen]
     connection.execute(update(groups).where(groups.c.slot_id.in_(ids)).values(step=step))
-    connection.execute(update(slots).where(slots.c.id.in_(ids)).values(state=SlotState.USED))
+    _settle_slots(connection, ids, SlotState.USED)
     connection.execute(
         insert(steps).values(
             step=step,
@@ -74,7 +76,7 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float, trained: 
     lost = [slot.id for slot in missing]
     for lease, holder in work.active_leases(connection, lost):
         work.overtake(connection, lease, holder, spec=spec, now=now)
-    connection.execute(update(slots).where(slots.c.id.in_(lost)).values(state=SlotState.STALE))
+    _settle_slots(connection, lost, SlotState.STALE)
     entry = BatchEntry(
         step=step,
         submissions=tuple(row.submission for row in chosen),
@@ -86,6 +88,11 @@ def assign_batch(connection: Connection, *, spec: RunSpec, now: float, trained: 
     if step + 1 == spec.training.steps:
         settle(connection, spec=spec, now=now)
     return step
+
+
+def _settle_slots(connection: Connection, ids: Sequence[int], state: SlotState) -> None:
+    settled = connection.execute(update(slots).where(slots.c.id.in_(ids)).values(state=state)).rowcount
+    count_final(connection, state, settled)
 
 
 def _choose(connection: Connection, at: Progress, *, spec: RunSpec, now: float, trained: int) -> list[_Ready] | None:

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, false, or_,
 
 from coordinator.storage import locks, log, pools, stakes, standing, tallies
 from coordinator.storage import verdict_statements as statements
+from coordinator.storage.counters import SETTLED, count_final, count_rejection
 from coordinator.storage.progress import progress
 from coordinator.storage.schema import RECHECK_DUE, SlotState, SubmissionState, groups, submissions
 from coordinator.storage.tallies import VerdictKind
@@ -223,6 +224,8 @@ def _record_first(
     statements.DECIDE.run(connection, {"name": claimed.submission, **values})
     if verdict.outcome is Outcome.ADMITTED and isinstance(spec.batch.pools, PoolsSpec):
         pools.note_group(connection, claimed.slot_id, verdict.rewards or (), head=progress(connection).head)
+    if verdict.outcome is Outcome.REJECTED:
+        count_rejection(connection, claimed.node, verdict.reason)
     if verdict.outcome is not Outcome.ADMITTED:
         _update_slot(connection, claimed, SlotState.OPEN)
     elif spec.batch.only_signal and not has_signal(verdict.rewards or ()):
@@ -316,6 +319,8 @@ def _update_submission(connection: Connection, claimed: QueueItem, **values: obj
 
 def _update_slot(connection: Connection, claimed: QueueItem, state: SlotState) -> None:
     statements.UPDATE_SLOT.run(connection, {"of_slot": claimed.slot_id, "new": state.value})
+    if state in SETTLED:
+        count_final(connection, state)
 
 
 def clock() -> float:

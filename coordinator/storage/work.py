@@ -27,6 +27,7 @@ from sqlalchemy import Connection
 
 from coordinator.storage import gaps, locks
 from coordinator.storage import work_statements as statements
+from coordinator.storage.counters import count_final
 from coordinator.storage.places import place_of
 from coordinator.storage.prepared import Prepared
 from coordinator.storage.progress import Progress, progress
@@ -244,6 +245,7 @@ def _end_lease(connection: Connection, name: str, state: LeaseState, *, now: flo
     ended = statements.END_LEASE.run(connection, {"of_lease": name, "new_state": state, "now": now}) > 0
     if ended:
         statements.REOPEN_SLOT.run(connection, {"of_lease": name})
+        count_final(connection, state)
     return ended
 
 

@@ -24,12 +24,14 @@ from coordinator.storage import log
 from coordinator.storage.log_tree import LogTree
 from coordinator.storage.schema import (
     deliveries,
+    final_counts,
     groups,
     log_entries,
     log_nodes,
     nodes,
     policies,
     problem_means,
+    rejections,
     slots,
     steps,
     submissions,
@@ -114,6 +116,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "a step not trained": (update(steps).values(finished_at=None), "steps", "finished_at"),
     "counters": (update(verdict_tallies).values(verdicts=77), "verdict_tallies", "verdicts"),
     "counters gone": (delete(verdict_tallies), "verdict_tallies", ""),
+    "a rejection forgotten": (delete(rejections), "rejections", ""),
+    "slots counted wrong": (update(final_counts).values(number=99), "final_counts", "number"),
     "a tree node": (update(log_nodes).where(log_nodes.c.level == 1).values(hash=b"\x07" * 32), "log_nodes", "hash"),
     "tree nodes gone": (delete(log_nodes).where(log_nodes.c.level == 0), "log_nodes", "hash"),
     "a tree node too many": (insert(log_nodes).values(level=3, index=9, hash=b"\x07" * 32), "log_nodes", ""),

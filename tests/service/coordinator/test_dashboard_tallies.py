@@ -8,12 +8,23 @@ from pathlib import Path
 
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, func, insert, select
 from storm import Storm
 
 from coordinator.run.home import Home, create_home
-from coordinator.storage import tallies
-from coordinator.storage.schema import SlotState, nodes, slots, steps, submissions, verdict_tallies
+from coordinator.storage import counters, tallies
+from coordinator.storage.database import upgrade
+from coordinator.storage.schema import (
+    SlotState,
+    final_counts,
+    leases,
+    nodes,
+    rejections,
+    slots,
+    steps,
+    submissions,
+    verdict_tallies,
+)
 from coordinator.storage.steps import finished_steps
 from coordinator.storage.tallies import DAY, HOUR, MINUTE, VerdictKind
 from coordinator.storage.totals import partly_measured, reason_totals, slot_counts
@@ -53,8 +64,24 @@ def counted(connection: Connection) -> tuple[Counter[tuple[str, str | None]], di
     )
 
 
+def rejections_in_rows(connection: Connection) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    rejected = select(submissions.c.node, submissions.c.reason, func.count()).where(submissions.c.outcome == "rejected")
+    for node, reason, count in connection.execute(rejected.group_by(submissions.c.node, submissions.c.reason)):
+        found.setdefault(node, {})[reason] = count
+    return found
+
+
+def rejections_of_all(connection: Connection) -> dict[str, dict[str, int]]:
+    return counters.rejections_of(connection, connection.execute(select(nodes.c.node)).scalars().all())
+
+
 def assert_same(home: Home) -> None:
     with home.database.read() as connection:
+        assert counters.wrong_counts(connection) == []
+        assert rejections_of_all(connection) == rejections_in_rows(connection)
+        ended = select(func.count()).where(leases.c.state.in_(counters.ENDED))
+        assert sum(counters.ended_leases(connection).values()) == connection.execute(ended).scalar_one()
         reasons, partly, states, tokens = counted(connection)
         assert Counter({(outcome, reason): count for outcome, reason, count in reason_totals(connection)}) == reasons
         assert partly_measured(connection) == partly
@@ -143,21 +170,22 @@ def test_a_rolled_back_verdict_is_not_counted(home: Home) -> None:
         assert tallies.whole_run(connection) == []
 
 
-def test_settled_slots_are_still_counted_once_a_version_is_settled_after_another(home: Home) -> None:
-    """What is remembered of old versions must not go on when a slot that held it back is settled at last."""
+def test_a_database_of_before_the_counters_is_counted_when_it_is_migrated(home: Home) -> None:
+    """Else all that it had would be missing from the pages for good."""
     actors = Actors(home)
-    actors.register("node")
+    actors.register("good", "bad", "late")
     actors.publish(0)
+    actors.work("bad", Outcome.REJECTED)
+    actors.lease("late", held=(0,))
+    actors.now += 100  # so that it lapses
     for _ in range(3):
-        actors.work("node")
-    assert_same(home)
+        actors.work("good")
+    assert actors.assign() == 0
     with home.database.write() as connection:
-        connection.execute(update(slots).where(slots.c.number < 2).values(state=SlotState.USED))
-    assert_same(home)
-    actors.publish(1)
-    assert_same(home)
-    with home.database.write() as connection:
-        connection.execute(update(slots).where(slots.c.number == 2).values(state=SlotState.STALE))
-    actors.publish(2)
-    assert_same(home)
+        assert connection.execute(select(func.count()).select_from(final_counts)).scalar_one() > 1
+        final_counts.drop(connection)
+        rejections.drop(connection)
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
+        upgrade(connection)
+        assert rejections_in_rows(connection)
     assert_same(home)
