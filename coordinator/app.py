@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from coordinator.dashboard.routes import add_dashboard
 from coordinator.http.errors import add_error_handlers
+from coordinator.http.load_shedding import LoadShedder
 from coordinator.http.metrics import Metrics
 from coordinator.http.middleware import RequestMiddleware
 from coordinator.http.openapi import serve_document
@@ -35,7 +36,8 @@ def create_app(coordinator: Coordinator, *, limits: RequestLimits = DEFAULT_REQU
     service = Service(coordinator, limits=limits, metrics=metrics, shutdown=Shutdown())
     app.state.service = service
     add_error_handlers(app, routers=ROUTERS, count=metrics.refused)
-    app.add_middleware(RequestMiddleware, metrics=metrics, addresses=AddressLimiter(per_minute=limits.per_address))
+    addresses, shedder = AddressLimiter(per_minute=limits.per_address), LoadShedder(service.writes)
+    app.add_middleware(RequestMiddleware, metrics=metrics, addresses=addresses, shedder=shedder)
     for router in ROUTERS:
         app.include_router(router)
     add_dashboard(app, coordinator, shutdown=service.shutdown)

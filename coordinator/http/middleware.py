@@ -1,4 +1,4 @@
-"""Outermost ASGI middleware: request metrics, rate limit per address, and framing checks."""
+"""Outermost ASGI middleware: request metrics, rate limit per address, load shedding, and framing checks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from coordinator.http.errors import refusal_response
+from coordinator.http.load_shedding import LoadShedder
 from coordinator.http.metrics import Metrics
 from coordinator.http.rate_limits import AddressLimiter
 from node.protocol.reasons import Reason, Refusal
@@ -30,8 +31,8 @@ _METHODS = frozenset(("GET", "POST", "PUT"))
 class RequestMiddleware:
     """Counts, limits and logs every HTTP request. Starlette's middleware class would double a refusal's cost."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, addresses: AddressLimiter) -> None:
-        self._app, self._metrics, self._addresses = app, metrics, addresses
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, addresses: AddressLimiter, shedder: LoadShedder) -> None:
+        self._app, self._metrics, self._addresses, self._shedder = app, metrics, addresses, shedder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,6 +48,7 @@ class RequestMiddleware:
 
         try:
             self._addresses.check(address_of(scope), now=time.monotonic())
+            self._shedder.check(scope)
             _check_framing(scope)
             await self._app(scope, receive, note_status)
         except asyncio.CancelledError:  # shutdown, or the client disconnected

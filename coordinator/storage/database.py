@@ -121,9 +121,9 @@ class Database:
             yield connection
 
     @contextmanager
-    def _transaction(self, *, durable: bool) -> Iterator[Connection]:
+    def _transaction(self, *, durable: bool, asked_at: Sequence[float] = ()) -> Iterator[Connection]:
         with (
-            TransactionTimer("write") as timer,
+            TransactionTimer("write", asked_at) as timer,
             self._write_lock,
             self._writes[durable].connect() as connection,
             connection.begin(),
@@ -136,14 +136,17 @@ class Database:
         """Whether `execute_together` saves anything: where one transaction at a time writes anyway."""
         return self._wal is not None
 
-    def execute_together(self, jobs: Sequence[Callable[[], T]]) -> list[tuple[T | None, Exception | None]]:
+    def execute_together(
+        self, jobs: Sequence[Callable[[], T]], *, asked_at: Sequence[float] = ()
+    ) -> list[tuple[T | None, Exception | None]]:
         """Call `jobs`, whose transactions of `write` become one; return what each returned, or what it raised.
 
+        `asked_at` is since when each has waited, by `time.perf_counter`, for the metrics.
         A job that raises undoes its own writes alone, and `sync` waits once, after the commit, for all that asked for
         it. Raises DatabaseAway, or StorageFault of the sync: then none is done. Not durable, as with `durable=False`.
         """
         batch = self._batch
-        with self._transaction(durable=False) as connection:
+        with self._transaction(durable=False, asked_at=asked_at) as connection:
             batch.connection, batch.is_sync_due = connection, False
             try:
                 outcomes = [_outcome(job) for job in jobs]

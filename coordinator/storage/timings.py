@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Final, Literal, ParamSpec, Self, TypeVar
 
@@ -18,7 +18,7 @@ Operation = Literal["put", "get", "fetch", "look", "keep"]
 
 _WAIT: Final = Histogram(
     "swarmproof_database_wait_seconds",
-    "From asking for a transaction to its begin: for a connection of the pool and, to write to SQLite, for the lock.",
+    "From asking for a transaction to its begin: for a connection; to write to SQLite, for the queue and the lock too.",
     ("kind",),
     buckets=WAIT_BUCKETS,
     registry=None,
@@ -56,19 +56,23 @@ def register_timings(registry: CollectorRegistry) -> None:
 
 
 class TransactionTimer:
-    """Context manager that times one transaction; call `begun` as soon as it has begun."""
+    """Context manager that times one transaction; call `begun` as soon as it has begun.
 
-    __slots__ = ("_begun", "_requested", "_transaction_metric", "_wait_metric")
+    `asked_at` (`time.perf_counter`) is when each of those that share it asked for it, by default one just now.
+    """
 
-    def __init__(self, kind: Transaction) -> None:
+    __slots__ = ("_asked_at", "_begun", "_transaction_metric", "_wait_metric")
+
+    def __init__(self, kind: Transaction, asked_at: Sequence[float] = ()) -> None:
         self._wait_metric, self._transaction_metric = _METRICS[kind]
         self._begun = 0.0
-        self._requested = time.perf_counter()
+        self._asked_at = asked_at or (time.perf_counter(),)
 
     def begun(self) -> None:
         """Record the end of the wait for the transaction."""
         self._begun = time.perf_counter()
-        self._wait_metric.observe(self._begun - self._requested)
+        for asked in self._asked_at:
+            self._wait_metric.observe(self._begun - asked)
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
 import secrets
 import time
@@ -263,11 +264,15 @@ class _Attempts:
         return False
 
     def take_pause(self, fault: CoordinatorFault) -> float:
-        """Return the shortest Retry-After of the endpoints worth retrying, and reset the tried ones."""
+        """Return the shortest Retry-After of the endpoints worth retrying, up to half longer, and reset the tried ones.
+
+        Those who were refused together would else come again together.
+        """
         limited = [fault] if isinstance(fault, Refused) else []
         away = [said for said in self._faults.values() if isinstance(said, Unavailable)]
         self._faults.clear()
-        return min((said.retry_after_seconds or 0.0 for said in limited or away), default=0.0)
+        shortest = min((said.retry_after_seconds or 0.0 for said in limited or away), default=0.0)
+        return shortest * random.uniform(1.0, 1.5)
 
     def _is_final(self, fault: CoordinatorFault) -> bool:
         """Return whether failover is useless or unsafe: a signed request may already have taken effect."""

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -44,7 +45,12 @@ def writer(database: Database, number: int, *, fails: Exception | None = None) -
 async def test_those_that_wait_share_a_commit_and_a_sync(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, together, release = WriteQueue(database), list[int](), threading.Event()
     execute, synced = database.execute_together, list[bool]()
-    monkeypatch.setattr(database, "execute_together", lambda jobs: together.append(len(jobs)) or execute(jobs))
+
+    def counted(jobs: list[Callable[[], int]], **waits: Any) -> Any:
+        together.append(len(jobs))
+        return execute(jobs, **waits)
+
+    monkeypatch.setattr(database, "execute_together", counted)
     monkeypatch.setattr(database._wal, "sync", lambda: synced.append(True))
 
     first = asyncio.create_task(queue.run(release.wait))  # what comes meanwhile waits

@@ -1,0 +1,76 @@
+"""Load shedding: which requests are refused while more writes wait than are done within a second.
+
+In this order, each from a longer queue on: what only reads; new nodes and relays; leases, receipts and what a worker
+needs before it has work; and last of all what hands in or gives back leased work. Refusals are made before anything is
+read or verified, cost a tenth of an answer, and say when to come again. They are 429 and not 503: a client takes a
+503 to the run's next coordinator at once, which would carry the load of one to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from coordinator.http.rate_limits import TooManyRequests
+from node.protocol import endpoints
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+
+class RequestClass(StrEnum):
+    """Requests that are shed together, the first ones first."""
+
+    READ = "read"
+    JOIN = "join"
+    WORK = "work"
+    DELIVERY = "delivery"
+
+
+MOST_WAITING: Final = {
+    RequestClass.READ: 128,
+    RequestClass.JOIN: 256,
+    RequestClass.WORK: 512,
+    RequestClass.DELIVERY: 2048,
+}
+"""Unfinished writes (`WriteQueue`) from which a class is shed: at about 1 ms each, what a request waits at most."""
+
+RETRY_SECONDS: Final = {
+    RequestClass.READ: 5,
+    RequestClass.JOIN: 5,
+    RequestClass.WORK: 2,
+    RequestClass.DELIVERY: 1,
+}
+
+_NEVER: Final = frozenset({endpoints.HEALTH.path, endpoints.METRICS.path, endpoints.RUN.path})
+"""What tells a balancer, an operator and the nodes that and where the run is: cached, and cheap."""
+_WORK: Final = tuple(one.path.split("{")[0] for one in (endpoints.RECEIPT, endpoints.RELAYS, endpoints.POLICY))
+_DELIVERY: Final = tuple(one.path.split("{")[0] for one in (endpoints.SUBMIT, endpoints.ANNOUNCE_UPLOAD))
+_JOIN: Final = (endpoints.REGISTER.path, endpoints.ANNOUNCE_RELAY.path)
+
+
+def class_of(method: str, path: str) -> RequestClass | None:
+    """Return the class of a request, None for what is never shed."""
+    if method == "GET":
+        return None if path in _NEVER else RequestClass.WORK if path.startswith(_WORK) else RequestClass.READ
+    if path in _JOIN:
+        return RequestClass.JOIN
+    return RequestClass.WORK if path == endpoints.LEASE.path else RequestClass.DELIVERY
+
+
+class LoadShedder:
+    """Refuses requests by class while `writes` is long."""
+
+    def __init__(self, writes: Sized) -> None:
+        self._writes = writes
+
+    def check(self, scope: Scope) -> None:
+        """Raise TooManyRequests for a request that is shed now."""
+        waiting = len(self._writes)
+        if waiting < MOST_WAITING[RequestClass.READ]:
+            return
+        kind = class_of(scope["method"], scope["path"])
+        if kind is not None and waiting >= MOST_WAITING[kind]:
+            detail = "The coordinator has more requests than it can answer now; nothing was done."
+            raise TooManyRequests(detail, retry_after_seconds=RETRY_SECONDS[kind])

@@ -1,0 +1,95 @@
+"""More requests than a coordinator can answer: those are turned away first that cost nobody his work."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable, Sized
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+from actors import Actors, spec_of
+from prepared_replies import RUN_KEY
+from swarm import INSTANCE, Peer, Reply, serve
+from waiting import until
+
+import coordinator.app
+from coordinator.http import load_shedding
+from coordinator.http.load_shedding import RequestClass, class_of
+from coordinator.run.home import create_home
+from coordinator.run.service import Coordinator
+from node.protocol import endpoints
+from node.protocol.endpoints import Endpoint
+from node.protocol.messages import LeaseRequest
+from shardcast.wire import encode
+
+LIMITS = {kind: limit for limit, kind in enumerate(RequestClass, 1)}
+
+
+def test_what_costs_nobody_his_work_is_turned_away_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an upload that was is taken the next time."""
+    queues = list[Sized]()
+    shedder = load_shedding.LoadShedder
+    monkeypatch.setattr(load_shedding, "MOST_WAITING", LIMITS)
+    monkeypatch.setattr(coordinator.app, "LoadShedder", lambda writes: queues.append(writes) or shedder(writes))
+    home = create_home(tmp_path, public_key=RUN_KEY.public_key().public_bytes_raw(), spec=spec_of())
+    Actors(home).publish(0)
+    with serve(Coordinator(home, key=RUN_KEY)) as url, ThreadPoolExecutor(4) as threads:
+        one, other, new, late = (Peer(url, home.run_id) for _ in range(4))
+        for peer in (one, other):
+            assert peer.register().status == 200
+        leased = [(peer, peer.lease().lease_id) for peer in (one, other)]
+        asks: dict[RequestClass, list[Callable[[], Reply]]] = {
+            RequestClass.JOIN: [new.register, late.register],
+            RequestClass.WORK: [lambda: ask(one), lambda: ask(other)],
+            RequestClass.DELIVERY: [
+                lambda peer=peer, lease=lease: peer.submit(lease, peer.node.encode()) for peer, lease in leased
+            ],
+        }
+        waiting = []
+        with home.database.write():  # holds up everybody else's
+            waiting.append(threads.submit(Peer(url, home.run_id).register))
+            until(lambda: len(queues[0]) == 1)
+            assert refused_for(url, "/v1/status") == "5"
+            for number, (first, second) in enumerate(asks.values(), 2):
+                waiting.append(threads.submit(first))
+                until(lambda number=number: len(queues[0]) == number)
+                assert second().status == 429
+                assert refused_for(url, "/v1/status") == "5"
+            assert one.send("GET", "/health").status == 200
+        assert [answer.result().status for answer in waiting] == [200, 200, 200, 202]
+        assert asks[RequestClass.DELIVERY][1]().status == 202
+    home.database.close()
+
+
+def ask(peer: Peer) -> Reply:
+    return peer.signed("POST", "/v1/leases", encode(LeaseRequest(held_versions=(), slots=1, instance=INSTANCE)))
+
+
+def refused_for(url: str, path: str) -> str | None:
+    """The seconds for which a GET is told to stay away."""
+    with pytest.raises(HTTPError) as caught:
+        urllib.request.urlopen(url + path, timeout=60)
+    with caught.value as error:
+        assert error.code == 429
+        return error.headers["Retry-After"]
+
+
+def test_every_endpoint_is_of_the_class_of_what_it_is_for() -> None:
+    """A new one that was forgotten would be shed with the leased work, or with the pages."""
+    declared = [one for one in vars(endpoints).values() if isinstance(one, Endpoint)]
+    found = {kind: {one.path for one in declared if class_of(one.method, one.path) is kind} for kind in RequestClass}
+    assert found[RequestClass.JOIN] == {"/v1/nodes", "/v1/relays"}
+    assert found[RequestClass.WORK] == {"/v1/leases", "/v1/receipts/{submission}", "/v1/relays", "/v1/policy"}
+    assert found[RequestClass.DELIVERY] == {
+        "/v1/leases/{lease_id}/return",
+        "/v1/submissions/{lease_id}",
+        "/v1/submissions/{lease_id}/{sha256}",
+        "/v1/uploads/{lease_id}",
+    }
+    assert {one.path for one in declared if class_of(one.method, one.path) is None} == {
+        "/health",
+        "/metrics",
+        "/v1/run",
+    }
