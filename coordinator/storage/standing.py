@@ -88,7 +88,7 @@ def revoke_admission(
 def start_backoff(connection: Connection, node: str, *, batch: BatchSpec, now: float) -> None:
     """Withhold leases from a node for a while, twice as long after each failure in a row."""
     streak = connection.execute(
-        select(nodes.c.rejected_streak).where(nodes.c.node == node).with_for_update()
+        select(nodes.c.rejected_streak).where(nodes.c.node == node).with_for_update(key_share=True)
     ).scalar_one()
     wait = min(batch.rejection_backoff_max_seconds, batch.rejection_backoff_seconds * 2.0 ** min(streak, 30))
     row = update(nodes).where(nodes.c.node == node)

@@ -104,5 +104,7 @@ DECIDE: Final = Prepared(
 )
 UPDATE_SLOT: Final = Prepared(update(slots).where(slots.c.id == bindparam("of_slot")).values(state=bindparam("new")))
 ADD_GROUP: Final = Prepared(insert_into(groups, "slot_id", "submission", "blob", "reward_mean", "signal"))
-DRIFT: Final = Prepared(select(nodes.c.drift).where(nodes.c.node == bindparam("of_node")).with_for_update())
+DRIFT: Final = Prepared(
+    select(nodes.c.drift).where(nodes.c.node == bindparam("of_node")).with_for_update(key_share=True)
+)
 SET_DRIFT: Final = Prepared(update(nodes).where(nodes.c.node == bindparam("of_node")).values(drift=bindparam("new")))

@@ -119,9 +119,14 @@ def is_held(claimed: QueueItem) -> ColumnElement[bool]:
 
 
 def renew(connection: Connection, claimed: Sequence[QueueItem], *, until: float) -> None:
-    """Make these claims last until `until`; those that another verifier has by now stay as they are."""
-    held = or_(false(), *map(is_held, claimed))
-    connection.execute(update(submissions).where(held).values(claimed_until=until))
+    """Make these claims last until `until`; those that another verifier has by now stay as they are.
+
+    So do those whose verdict is being recorded, whose rows would be waited for in another order.
+    """
+    held = select(submissions.c.submission).where(or_(false(), *map(is_held, claimed)))
+    free = held.with_for_update(key_share=True, skip_locked=True)
+    names = connection.execute(free).scalars().all()
+    connection.execute(update(submissions).where(submissions.c.submission.in_(names)).values(claimed_until=until))
 
 
 def defer(connection: Connection, claimed: QueueItem, *, until: float) -> None:

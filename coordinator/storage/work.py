@@ -72,6 +72,8 @@ def lease(
     Raises Refusal for an unknown or banned node. An empty reply says when to retry.
     """
     locks.leasing(connection)
+    if connection.dialect.name == "postgresql":  # first, since this is the one row of a node that it waits for
+        statements.OWN_NODE.run(connection, {"node": node})
     expire_leases(connection, spec=spec, now=now)
     ((head, last_step, manifest, unfinished),) = statements.SITUATION.rows(connection, {"node": node})
     at = Progress.of(head, last_step)
@@ -141,7 +143,12 @@ def _reopen_late(
 
 
 def overtake(connection: Connection, lease_id: str, holder: str, *, spec: RunSpec, now: float) -> None:
-    """End another node's late lease and reopen its slot, which counts as a return, unless it was used meanwhile."""
+    """End another node's late lease and reopen its slot, which counts as a return, unless it is being used.
+
+    Nor does it wait for its node's row, which verdicts may have locked and then want the row that this request has.
+    """
+    if statements.FREE.first(connection, {"lease": lease_id}) is None:
+        return
     if _end_lease(connection, lease_id, LeaseState.OVERTAKEN, now=now):
         note_return(connection, holder, batch=spec.batch, now=now)
 
@@ -154,6 +161,8 @@ def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
     # All leases have one length, so that the indexed end tells when a lease was issued.
     too_late = now + gaps.CLOCK_STEP_SECONDS + spec.batch.lease_seconds
     for name, node in statements.OVERDUE.rows(connection, {"now": now, "too_late": too_late}):
+        if statements.FREE.first(connection, {"lease": name}) is None:  # as in `overtake`; the next request ends it
+            continue
         _end_lease(connection, name, LeaseState.EXPIRED, now=now)
         start_backoff(connection, node, batch=spec.batch, now=now)
 

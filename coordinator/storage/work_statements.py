@@ -121,6 +121,14 @@ OVERDUE = Prepared(
     # A lease whose submission is being committed is in time.
     .with_for_update(skip_locked=True)
 )
+FREE = Prepared(
+    select(leases.c.lease)
+    .join(nodes, nodes.c.node == leases.c.node)
+    .where(leases.c.lease == bindparam("lease"), _ACTIVE)
+    .with_for_update(key_share=True, skip_locked=True)
+)
+"""An active lease that no other transaction has locked, nor its node."""
+OWN_NODE = Prepared(select(nodes.c.node).where(nodes.c.node == bindparam("node")).with_for_update(key_share=True))
 ACTIVE_OF = select(leases.c.lease, leases.c.node).where(_ACTIVE, leases.c.slot_id.in_(bindparam("ids", expanding=True)))
 NEW_LEASE = Prepared(insert_into(leases, "lease", "slot_id", "node", "state", "issued_at", "expires_at"))
 END_LEASE = Prepared(

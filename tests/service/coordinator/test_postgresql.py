@@ -24,12 +24,13 @@ from waiting import until
 from coordinator.errors import BadConfiguration
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.leader import Leader, last_leader, leader_thread
-from coordinator.storage import locks, work
+from coordinator.storage import locks, verdicts, work
 from coordinator.storage.faults import is_away
 from coordinator.storage.progress import progress
 from coordinator.storage.schema import leases, log_entries, slots, submissions
-from node.protocol.admission import Outcome
-from node.protocol.reasons import Refusal
+from coordinator.storage.verdicts import QueueItem
+from node.protocol.admission import Outcome, Verdict
+from node.protocol.reasons import Reason, Refusal
 
 THREADS = 8
 
@@ -183,6 +184,55 @@ def test_a_lease_that_is_overtaken_while_it_is_submitted_is_one_or_the_other(oth
         while claimed := actors.claim():
             actors.decide(claimed, Outcome.ADMITTED)
     assert outcomes == {True, False}, "neither ever came first"
+
+
+@pytest.fixture
+def judged_together(others: list[Home]) -> list[QueueItem]:
+    """Claimed submissions: two of the nodes a and b each, and one of c; a and b have another lease each."""
+    actors = Actors(others[0])
+    actors.register("a", "b", "c")
+    actors.publish(0)
+    for name in ("a", "b", "a", "b", "c"):
+        (lease,) = actors.lease(name, held=(0,))
+        actors.submit(name, lease.lease_id)
+    for name in ("a", "b"):
+        assert actors.lease(name, held=(0,))
+    claimed = [actors.claim(f"verifier-{number}", seconds=1000.0) for number in range(5)]
+    order = [who(name) for name in ("a", "b", "c")]
+    return sorted((item for item in claimed if item is not None), key=lambda item: order.index(item.node))
+
+
+def test_verdicts_in_any_order_of_their_nodes_neither_end_nor_hold_up_requests_for_work(
+    others: list[Home], judged_together: list[QueueItem]
+) -> None:
+    """A lease locks the nodes of what is overdue; a batch of verdicts, those that it judges, in its own order."""
+    a, a_again, b, b_again, c = judged_together
+    actors, leasing, other = (Actors(home) for home in others[:3])
+    verdict = Verdict(outcome=Outcome.REJECTED, reason=Reason.WRONG_SEED, tokens=5)
+
+    def judge(connection: Any, item: QueueItem) -> bool:
+        return verdicts.record(connection, item, verdict, spec=actors.home.spec, now=actors.now)
+
+    def judge_the_others() -> list[bool]:
+        with other.home.database.write() as connection:
+            return [judge(connection, item) for item in (a_again, b_again)]
+
+    def renew() -> None:
+        with other.home.database.write() as connection:
+            verdicts.renew(connection, [a, b, c], until=actors.now + 500)
+
+    leasing.now += 60  # the leases of a and b are over
+    with ThreadPoolExecutor(2) as pool:
+        with actors.home.database.write() as connection:
+            assert judge(connection, b)
+            pool.submit(renew).result(20)
+            assert pool.submit(leasing.lease, "c", held=(0,)).result(20)
+            second = pool.submit(judge_the_others)
+            assert judge(connection, c)
+            assert judge(connection, a)
+        assert second.result(20) == [True, True]
+    with others[0].database.read() as connection:
+        assert connection.execute(select(func.count()).where(submissions.c.outcome.is_not(None))).scalar_one() == 5
 
 
 def test_everybody_at_once_loses_and_repeats_nothing(others: list[Home]) -> None:  # noqa: C901  (three parts)
