@@ -1,50 +1,138 @@
-"""What giving out work and taking it in reads of the tables, which only ever grow while a run lasts."""
+"""What giving out work, taking it in, judging it and showing it reads of the tables that only ever grow."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
-from actors import PUBLIC_KEY, Actors, spec_of
+from actors import Actors, spec_of
+from prepared_replies import RUN_KEY
 from sqlalchemy import event
 
+from coordinator.dashboard.figures import read_figures
+from coordinator.dashboard.history import History
+from coordinator.dashboard.workers import TableQuery, read_workers
+from coordinator.http.metrics import Metrics
 from coordinator.run.home import Home, create_home
+from coordinator.run.service import Coordinator
+from coordinator.run.status import run_status
+from node.protocol.admission import Outcome
 from node.protocol.reasons import Refusal
 
-GROWING = ("leases", "submissions", "groups", "log_entries", "nonces")
+GROWING = frozenset({"leases", "submissions", "slots", "groups", "log_entries", "log_nodes", "nonces", "uploads"})
+PUBLIC_KEY = RUN_KEY.public_key().public_bytes_raw()
 
 
-def statements_of(home: Home) -> list[str]:
-    """What was sent to the database, with its parameters, while work was asked for, done, refused and given back."""
-    actors, sent = Actors(home), list[str]()
+def of_a_run(home: Home) -> None:
+    """Work is asked for, done, refused, given back and judged, a step takes it, and people look."""
+    actors, coordinator = Actors(home), Coordinator(home, key=RUN_KEY)
+    for name in ("old", "new"):
+        (lease,) = actors.lease(name, held=(0,))
+        name_of = actors.submit(name, lease.lease_id)
+        with pytest.raises(Refusal):
+            actors.submit(name, lease.lease_id)
+    for outcome in (Outcome.ADMITTED, Outcome.REJECTED):
+        claimed = actors.claim()
+        assert claimed is not None
+        assert actors.decide(claimed, outcome)
+    coordinator.receipt(name_of)
+    (lease,) = actors.lease("old", held=(0,))
+    actors.give_back("old", lease)
+    for _ in range(3):
+        actors.work("old")
+    assert actors.assign() == 0
+    actors.lease("old", held=(0,))
+    actors.now += 100  # so that it lapses, and its slot is open once more
+    actors.lease("new", held=(0,))
+    run_status(coordinator, now=actors.now)
+    Metrics(coordinator).render()
+    with home.database.read() as connection:
+        spec, history, now = home.spec, History(), actors.now
+        read_figures(connection, coordinator.relays, history, spec=spec, now=now)
+        read_workers(connection, TableQuery(), spec=spec, at_work=(), now=now)
+
+
+def begun(home: Home) -> None:
+    actors = Actors(home)
     actors.register("old", admitted=5)
     actors.register("new", admitted=0)
     actors.publish(0)
 
+
+def statements_of(home: Home) -> list[str]:
+    """What was sent to SQLite, with its parameters, during `of_a_run`."""
+    sent = list[str]()
+    begun(home)
     for engine in (home.database._engine, home.database._lazy):
         engine.dispose()
         event.listen(engine, "connect", lambda raw, _record: raw.set_trace_callback(sent.append))
-    for name in ("old", "new"):
-        (lease,) = actors.lease(name, held=(0,))
-        actors.submit(name, lease.lease_id)
-        with pytest.raises(Refusal):
-            actors.submit(name, lease.lease_id)
-    actors.lease("old", held=(0,))
-    actors.now += 100  # so that it lapses, and its slot is open once more
-    actors.lease("new", held=(0,))
-    return sent
+    of_a_run(home)
+    return [one for one in dict.fromkeys(sent) if one.lstrip().startswith(("SELECT", "UPDATE", "DELETE", "INSERT"))]
 
 
-def test_no_request_for_work_reads_all_that_ever_was(tmp_path: Path) -> None:
+def reads_all(plan: list[str]) -> list[str]:
+    """The steps that go through a whole table, or a whole index of it; not those that take the first of an order."""
+    sorts = any("TEMP B-TREE FOR ORDER BY" in step for step in plan)
+    found = [step for step in plan if step.startswith("SCAN ") and step.split()[1] in GROWING]
+    return found if sorts else [step for step in found if "USING" not in step or "COVERING" in step]
+
+
+def test_nothing_that_a_run_does_all_the_time_reads_all_that_ever_was(tmp_path: Path) -> None:
     """After a week's run a lease would take as long as all of the week's submissions, and everybody waits for it."""
     home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of())
-    sent = [one for one in statements_of(home) if one.lstrip().startswith(("SELECT", "UPDATE", "DELETE"))]
-    assert len(sent) > 20
+    sent = statements_of(home)
+    assert len(sent) > 100
     with home.database.read() as connection:
         for statement in sent:
-            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}")
-            for step in plan.scalars(3).all():
-                assert not step.startswith(tuple(f"SCAN {table}" for table in GROWING)), f"{step}: {statement}"
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}").scalars(3).all()
+            assert reads_all(plan) == [], statement
+    home.database.close()
+
+
+@contextmanager
+def recorded() -> Iterator[dict[str, Any]]:
+    """Statements and parameters of psycopg, by text."""
+    sent, execute = dict[str, Any](), psycopg.Cursor.execute
+
+    def note(self: Any, query: Any, params: Any = None, **more: Any) -> Any:
+        sent.setdefault(str(query), params)
+        return execute(self, query, params, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psycopg.Cursor, "execute", note)
+        yield sent
+
+
+def whole_reads(node: dict[str, Any], *, limited: bool = False) -> Iterator[str]:
+    """The tables that a plan of PostgreSQL reads from end to end."""
+    limited = limited or node["Node Type"] == "Limit"
+    is_scan = node.get("Relation Name") in GROWING and "Scan" in node["Node Type"]
+    is_bounded = "Index Cond" in node or "Recheck Cond" in node or (limited and "Index" in node["Node Type"])
+    if is_scan and not is_bounded:
+        yield f"{node['Node Type']} of {node['Relation Name']}"
+    for child in node.get("Plans", ()):
+        yield from whole_reads(child, limited=limited)
+
+
+def test_nor_does_it_on_postgresql(tmp_path: Path, postgresql_url: str) -> None:
+    """With sequential scans discouraged, those are left that no index could replace."""
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=postgresql_url)
+    begun(home)
+    with recorded() as sent:
+        of_a_run(home)
+    plain = [one for one in sent.items() if one[0].lstrip().startswith(("SELECT", "UPDATE", "DELETE"))]
+    assert len(plain) > 80
+    with psycopg.connect(postgresql_url.replace("+psycopg", "")) as connection:
+        connection.execute("SET enable_seqscan = off")
+        for statement, parameters in plain:
+            ((plans,),) = connection.execute(f"EXPLAIN (FORMAT JSON) {statement}", parameters)
+            plan = json.loads(plans) if isinstance(plans, str) else plans
+            assert list(whole_reads(plan[0]["Plan"])) == [], statement
     home.database.close()
 
 
