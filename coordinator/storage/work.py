@@ -329,7 +329,9 @@ def unjudged(connection: Connection, node: str) -> int:
 
 def _issue_lease(connection: Connection, row: TakenSlot, *, node: str, spec: RunSpec, now: float) -> Lease:
     """Lease a slot that `take_open` or `open_new` took."""
-    name = secrets.token_hex(32)
+    # In the order of time, since a random key is a page of its own in each of its indexes: with a million submissions
+    # before it a lease took three times as long. What follows is still random enough to be nobody else's.
+    name = f"{int(now) & 0xFFFFFFFF:08x}{secrets.token_hex(28)}"
     expires_at = now + spec.batch.lease_seconds
     held = {"lease": name, "slot_id": row.id, "node": node, "state": LeaseState.ACTIVE}
     statements.NEW_LEASE.run(connection, held | {"issued_at": now, "expires_at": expires_at})
