@@ -28,6 +28,11 @@ Then `loading.processor`: what a lease, an upload and a receipt cost the coordin
 Last, one verifier process on `--groups` submissions that wait, with an engine that computes nothing and finds all
 perfect (`loading.verdicts`): `verdicts_per_s_sqlite` and `verdicts_per_s_postgresql`, `..._verifiers_2` with two.
 
+With `--history N ...` nothing but `loading.growth`: what the database's part of a lease, an upload, a verdict and a
+receipt, and what status, metrics and page cost with N submissions in the database, `lease_history_1000` and so on, and
+how much worse the largest N is than the smallest, `slower_lease`. `slower_with_1e6_submissions` is the worst of these
+where the largest is a million: 3.3 GB, and three times that while VACUUM runs.
+
 `p50_ms_sqlite` and `p99_ms_sqlite` are of the open loop, `requests_per_s_sqlite` of the closed one, and so are those of
 PostgreSQL; `requests_per_s_postgresql_apis_2` is of the closed loop with two APIs. `errors` counts answers that are not
 2xx and requests without an answer, in all phases. `coordinator_cpu_ms_...` is processor time of the coordinators for
@@ -42,6 +47,7 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -51,6 +57,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loading.coordinator import Served, judging, serving
+from benchmarks.loading.growth import GROWING, growth
 from benchmarks.loading.postgresql import running_postgresql
 from benchmarks.loading.processor import WORKERS, processor_ms
 from benchmarks.loading.verdicts import verdicts_per_s
@@ -59,8 +66,9 @@ from benchmarks.report import make_parser, report, say
 from benchmarks.timing import quantile
 
 GRACE_SECONDS = 120.0
+A_MILLION = 1_000_000
 NOT_MEASURED = {
-    "slower_with_1e6_submissions": "no phase fills a database with a million submissions yet",
+    "slower_with_1e6_submissions": "only with --history",
     "goodput_at_3x_overload": "no phase offers three times the capacity yet",
 }
 
@@ -269,6 +277,23 @@ def processor_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
+def growth_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Measure with each length of a past; return all, and by how much the longest is worse than the shortest."""
+    measured: dict[int, dict[str, float]] = {}
+    for submissions in sorted(options.history):
+        inside = folder / f"history-{submissions}"
+        measured[submissions] = growth(inside, submissions)
+        say(f"{submissions} submissions: " + ", ".join(f"{k} {v:.3g}" for k, v in measured[submissions].items()))
+        shutil.rmtree(inside)
+    shortest, longest = measured[min(measured)], measured[max(measured)]
+    ratios = {name: longest[name] / shortest[name] for name in GROWING}
+    found = {f"{name}_history_{count}": round(v, 3) for count, one in measured.items() for name, v in one.items()}
+    found |= {f"slower_{name}": round(ratio, 2) for name, ratio in ratios.items()}
+    if max(measured) == A_MILLION:
+        found["slower_with_1e6_submissions"] = round(max(ratios.values()), 2)
+    return found
+
+
 def verdicts_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Measure verdicts per second, by database and number of verifiers."""
     found: dict[str, float] = {}
@@ -299,6 +324,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("sqlite", "postgresql"), help="one database")
     parser.add_argument("--apis", type=int, nargs="*", default=[2, 4], help="of PostgreSQL (default 2 4)")
     parser.add_argument("--batches", type=int, default=5, help="of which the least processor time counts (default 5)")
+    parser.add_argument("--history", type=int, nargs="+", default=[], help="only growth, with so many submissions")
     parser.add_argument("--processor-only", action="store_true", help="measure processor_ms_... and nothing else")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -306,14 +332,17 @@ def main() -> None:
         sync = sync_ms(folder)
         figures: dict[str, Any] = {"workers": options.workers, "errors": 0, "offered_per_s": options.rate}
         for name, run in (("sqlite", on_sqlite), ("postgresql", on_postgresql)):
-            if options.only in (None, name) and not options.processor_only:
+            if options.only in (None, name) and not options.processor_only and not options.history:
                 (folder / name).mkdir()
                 found, errors = run(folder / name, options)
                 figures |= found | {"errors": figures["errors"] + errors}
-        figures |= processor_of(folder, options)
-        if not options.processor_only:
+        if options.history:
+            figures |= growth_of(folder, options)
+        else:
+            figures |= processor_of(folder, options)
+        if not options.processor_only and not options.history:
             figures |= verdicts_of(folder, options)
-        figures |= {"sync_ms": round(sync, 2), **dict.fromkeys(NOT_MEASURED)}
+        figures |= {"sync_ms": round(sync, 2), **dict.fromkeys(NOT_MEASURED), **figures}
     notes = {key: getattr(options, key) for key in ("busy", "seconds", "body_bytes", "seed")} | NOT_MEASURED
     report("load", options, figures, notes)
 
