@@ -205,6 +205,11 @@ class _Prefix:
         """Return whether a LINEAR layer goes on from a state; called by transformers, as are the following."""
         return False
 
+    def get_conv_state(self, _layer: int, **_: object) -> None:
+        """Return that there is no state yet: from transformers 5.24 on its models ask for it."""
+
+    get_recurrent_state = get_conv_state
+
     def update_conv_state(self, inputs: Tensor, _layer: int, *, conv_kernel_size: int, **_: object) -> Tensor:
         """Store the last of a convolution's inputs [S, channels, width] and return all that it looks at."""
         missing = max(0, conv_kernel_size - inputs.shape[2])
@@ -255,6 +260,16 @@ class _Cache:
     def layers(self) -> Mapping[int, _State]:
         """The slots' states by layer; a convolution writes into them."""
         return {layer: state.rows(len(self._rows)) for layer, state in self._states.items()}
+
+    def get_conv_state(self, layer: int, **_: object) -> Tensor:
+        """Return what transformers reads of `layers` up to 5.23, from 5.24 on; likewise the following two."""
+        return self.layers[layer].conv_states[0]
+
+    def get_recurrent_state(self, layer: int, **_: object) -> Tensor:
+        return self.layers[layer].recurrent_states[0]
+
+    def is_recording_past(self, layer: int) -> bool:
+        return self.layers[layer].record_past
 
     def update_recurrent_state(self, state: Tensor, layer: int, **_: object) -> Tensor:
         """Store the slots' states after one more token."""
