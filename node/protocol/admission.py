@@ -147,7 +147,7 @@ def judge_rows(rows: Mapping[int, Figures], *, limits: LimitsSpec) -> Finding | 
     each = [astuple(rows[row]) for row in sorted(rows)]
     for name, values in zip(Figures.__struct_fields__, zip(*each, strict=True), strict=True):
         reason, limit = limit_of(name, limits)
-        if all(value <= limit for value in values):  # NaN is not
+        if all(-math.inf < value <= limit for value in values):  # NaN is neither
             continue
         for row in sorted(rows):
             value = finite(getattr(rows[row], name))
