@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Final, Self
 
@@ -95,6 +96,9 @@ class EvidenceAuditor:
         self._coordinator = coordinator
         self._run_id, self._spec = descriptor.run_id, descriptor.spec
         self._checkpoint = checkpoint
+        # By entry, the latest time up to it: an operator may date back what it admitted today, to withhold it at once.
+        times = (entry.decided_at if isinstance(entry, VerdictEntry) else 0 for entry in entries)
+        self._latest = list(accumulate(times, max))
         self._published = [(at, entry) for at, entry in enumerate(entries) if isinstance(entry, PolicyEntry)]
         environments = load_environments(descriptor.spec, datasets)
         self._rules = Rules(self._run_id, self._spec, environments, need_answers=False)
@@ -120,7 +124,7 @@ class EvidenceAuditor:
             checked = Checked(verdict, AuditResult.DISAGREE, str(error))
             return checked, AuditProblem(error.code, str(error), verdict.log_index)
         except Expired as error:
-            age = time.time() - verdict.entry.decided_at
+            age = time.time() - self._latest[verdict.log_index]
             if age < MIN_KEPT_SECONDS:
                 detail = f"{error} That is less than the day for which files are served at least."
                 return Checked(verdict, AuditResult.UNAVAILABLE, detail), None

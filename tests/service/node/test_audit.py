@@ -37,6 +37,7 @@ from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.relays import RegisteredRelay, put_relay
 from coordinator.storage.schema import log_entries, log_nodes
 from node.audit.auditor import run_audit
+from node.audit.evidence import EvidenceAuditor, Expired
 from node.audit.witnesses import WitnessRule
 from node.client.witness import WitnessAddress
 from node.engines.base import SampleRequest
@@ -833,3 +834,26 @@ def test_a_damaged_memory_is_not_forgotten_silently(
     with serving(run.home, run.origin_url) as url:
         outcome = audit(url)
     assert (outcome.code, outcome.report["error"]["code"]) == (2, "state_error")
+
+
+def test_a_verdict_that_is_dated_back_is_withheld_and_not_expired(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator would pass an audit by dating back what it admitted today, and saying that the files are removed."""
+
+    def dated_back(entries: list[LogEntry]) -> list[LogEntry]:
+        first = next(at for at, entry in enumerate(entries) if isinstance(entry, VerdictEntry))
+        return [
+            replace(entry, decided_at=entry.decided_at - 10 * 86400)
+            if isinstance(entry, VerdictEntry) and at > first
+            else entry
+            for at, entry in enumerate(entries)
+        ]
+
+    async def removed(*_args: object, **_changes: object) -> bytes:
+        raise Expired("The operator has removed its files.")
+
+    monkeypatch.setattr(EvidenceAuditor, "_blob", removed)
+    with serving(forged(run, tmp_path / "forged", dated_back), run.origin_url) as url:
+        results = audit(url).report["results"]
+    assert {name: count for name, count in results.items() if count} == {"unavailable": 5}
