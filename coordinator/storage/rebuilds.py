@@ -12,6 +12,7 @@ from sqlalchemy import Connection, and_, select, update
 
 from coordinator.errors import StorageFault
 from coordinator.storage import locks
+from coordinator.storage.derived_rows import is_waiting
 from coordinator.storage.schema import RECHECK_DUE, SubmissionState, groups, log_entries, steps, submissions
 from coordinator.storage.verdicts import MAX_ATTEMPTS, QueueItem, is_held
 from node.protocol.admission import Outcome
@@ -46,7 +47,7 @@ def request(connection: Connection, submission: str) -> None:
 def is_queued(connection: Connection, submission: str) -> bool:
     """Return whether the submission waits for a verifier, or is at one."""
     state = connection.execute(select(submissions.c.state).where(submissions.c.submission == submission)).scalar_one()
-    return bool(state != SubmissionState.DONE)
+    return is_waiting(state)
 
 
 def blob_of(connection: Connection, submission: str) -> str:
@@ -84,7 +85,7 @@ def finish(connection: Connection, claimed: QueueItem, *, blob: str | None, agai
     retried = again and claimed.attempts + 1 < MAX_ATTEMPTS
     queued = and_(
         submissions.c.submission == claimed.submission,
-        submissions.c.state != SubmissionState.DONE,
+        submissions.c.state.not_in((SubmissionState.DONE, SubmissionState.EXPIRED)),
         submissions.c.recheck.is_distinct_from(RECHECK_DUE),
     )
     state = SubmissionState.QUEUED if retried else SubmissionState.DONE

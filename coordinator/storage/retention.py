@@ -83,10 +83,14 @@ def note_checkpoints(connection: Connection, step: int) -> None:
     put_fact(connection, RESUMES_FROM, str(step))
 
 
+def _resumes_from(connection: Connection) -> int:
+    return int(read_fact(connection, RESUMES_FROM) or 0)
+
+
 def _expire(connection: Connection, *, spec: RunSpec, before: float) -> tuple[int, list[str]]:
     """Mark at most EXPIRED_AT_ONCE submissions; return how many, and the names of their blobs."""
     locks.deciding(connection)
-    values = {"before": before, "resumes_from": int(read_fact(connection, RESUMES_FROM) or 0)}
+    values = {"before": before, "resumes_from": _resumes_from(connection)}
     rows = connection.execute(_old(spec), values).all()
     ids = [row.submission for row in rows]
     if ids:
@@ -133,14 +137,16 @@ def _old(spec: RunSpec) -> Select[Any]:
 def _still_named(connection: Connection, names: Iterable[str]) -> set[str]:
     """Return those of `names` that submissions with files name, too: anybody may send what somebody else has sent.
 
-    Not looked for are kept measurements and trained groups with the very same bytes, which only pages and exports read.
+    Not looked for are kept measurements with the very same bytes, and groups of steps before the trainer's oldest
+    checkpoint, which only pages and exports read.
     """
     wanted, has_files = list(names), submissions.c.state != SubmissionState.EXPIRED
+    may_train = or_(groups.c.step.is_(None), groups.c.step >= _resumes_from(connection))
     found: set[str] = set()
     for column, condition in (
         (submissions.c.submission, and_(submissions.c.submission.in_(wanted), has_files)),
         (submissions.c.body, and_(submissions.c.body.in_(wanted), has_files)),
-        (groups.c.blob, and_(groups.c.blob.in_(wanted), groups.c.step.is_(None))),
+        (groups.c.blob, and_(groups.c.blob.in_(wanted), may_train)),
     ):
         found |= set(connection.execute(select(column).where(condition)).scalars())
     return found

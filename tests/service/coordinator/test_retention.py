@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +17,15 @@ from swarm import Peer, Swarm, running
 
 from coordinator.backup.create import back_up
 from coordinator.backup.restore import restore
-from coordinator.errors import StoreAway
+from coordinator.errors import StorageFault, StoreAway
 from coordinator.integrity.check import check_state
 from coordinator.integrity.differences import Difference
 from coordinator.run.home import create_home
 from coordinator.run.leader import Leader
 from coordinator.storage import retention
 from coordinator.storage.folder_blobs import FolderBlobs
-from coordinator.storage.schema import SubmissionState, submissions
+from coordinator.storage.schema import SubmissionState, groups, submissions
+from coordinator.training.batches import read_batch
 from coordinator.training.rollouts import export_rollouts
 from node.audit import evidence
 from node.audit.auditor import run_audit
@@ -116,6 +118,44 @@ def test_what_others_name_as_well_stays(actors: Actors) -> None:
             connection.execute(update(submissions).where(submissions.c.submission == copy).values(body=body))
     assert remove(actors) == 2
     assert stored(actors) == {kept}
+
+
+def test_a_copy_of_a_group_does_not_take_it_from_the_trainer(actors: Actors) -> None:
+    """A node can compute its group's file and send it as a body: a run that pauses for long could not go on."""
+    for _ in range(3):
+        actors.work("a")
+    copy = actors.work("b", Outcome.REJECTED)
+    trained(actors, resumes_from=0)
+    with actors.home.database.write() as connection:
+        group = actors.home.blobs.put(b"a group")
+        connection.execute(update(groups).values(blob=group))
+        connection.execute(update(submissions).where(submissions.c.submission == copy).values(body=group))
+    assert remove(actors) == 1
+    assert group in stored(actors)
+
+
+def test_a_trainer_that_wants_an_expired_group_says_so(actors: Actors) -> None:
+    """One that lost its checkpoints would else wait for ever for a verifier that nobody asked."""
+    for _ in range(3):
+        actors.work("a")
+    trained(actors, resumes_from=1)
+    assert remove(actors) == 3
+    # The second wait of one that waits for ever ends it here.
+    stop = CountedWaits(2)
+    with pytest.raises(StorageFault, match="step 0 cannot be trained"):
+        read_batch(actors.home, 0, stop=stop)
+
+
+class CountedWaits(threading.Event):
+    """A stop that is set after so many waits, without any time."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._left = most
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._left -= 1
+        return self._left <= 0
 
 
 def test_a_removal_that_was_cut_short_goes_on(actors: Actors, monkeypatch: pytest.MonkeyPatch) -> None:
