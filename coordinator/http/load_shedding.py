@@ -43,10 +43,9 @@ RETRY_SECONDS: Final = {
     RequestClass.DELIVERY: 1,
 }
 
-_NEVER: Final = frozenset({endpoints.HEALTH.path, endpoints.METRICS.path, endpoints.RUN.path})
-"""What tells a balancer, an operator and the nodes that and where the run is: cached, and cheap."""
+_NEVER: Final = frozenset({endpoints.HEALTH.path, endpoints.METRICS.path, endpoints.RUN.path, "/health-line"})
+"""What tells a balancer, an operator, open pages and the nodes that and where the run is: cached, and cheap."""
 _WORK: Final = tuple(one.path.split("{")[0] for one in (endpoints.RECEIPT, endpoints.RELAYS, endpoints.POLICY))
-_DELIVERY: Final = tuple(one.path.split("{")[0] for one in (endpoints.SUBMIT, endpoints.ANNOUNCE_UPLOAD))
 _JOIN: Final = (endpoints.REGISTER.path, endpoints.ANNOUNCE_RELAY.path)
 
 

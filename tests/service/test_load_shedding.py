@@ -58,6 +58,8 @@ def test_what_costs_nobody_his_work_is_turned_away_first(tmp_path: Path, monkeyp
                 assert second().status == 429
                 assert refused_for(url, "/v1/status") == "5"
             assert one.send("GET", "/health").status == 200
+            # Else every page that is open would say that the run has stopped.
+            assert one.send("GET", "/health-line").status == 200
         assert [answer.result().status for answer in waiting] == [200, 200, 200, 202]
         assert asks[RequestClass.DELIVERY][1]().status == 202
     home.database.close()
