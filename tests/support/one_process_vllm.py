@@ -116,7 +116,8 @@ def main():
         generate(llm, [span["context_ids"] + span["token_ids"][:-1]], [read], tokens=1)
     asked = msgspec.msgpack.encode([spans, temperature, wanted["proofs"]])
     measured = msgspec.msgpack.decode(llm.collective_rpc("swarmproof_measure", args=(asked,))[0])
-    answer = {"recorded": base64.b64encode(recorded).decode(), "measured": measured}
+    figures = [{name: each[name] for name in ("margins", "exponent_mismatches")} for each in measured]
+    answer = {"recorded": base64.b64encode(recorded).decode(), "measured": figures}
     print("\n" + json.dumps(answer), flush=True)
 
 
