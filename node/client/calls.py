@@ -132,7 +132,8 @@ class CoordinatorTransport:
             if attempts.should_fail_over(url, fault) and time.monotonic() < failover_until:
                 continue
             failures += 1
-            delay = max(self._backoff.delay(failures), attempts.take_pause(fault))
+            pause = min(attempts.take_pause(fault), self._limits.max_retry_after_seconds)
+            delay = max(self._backoff.delay(failures), pause)
             if time.monotonic() + delay > give_up_at:
                 raise self._given_up(fault)
             await asyncio.sleep(delay)

@@ -172,6 +172,14 @@ async def test_attack_a_hostile_retry_after_neither_crashes_nor_hangs(text):
     assert (caught.value.retry_after_seconds or 0) <= 300
 
 
+async def test_attack_spreading_retries_keeps_no_node_away_for_longer_than_its_limit(monkeypatch):
+    monkeypatch.setattr("node.client.calls.random.uniform", lambda low, high: 1e4 if low == 1.0 else high)
+    handler = answers(lambda: refusal(429, "too_many_requests", headers={"Retry-After": "300"}), b"{}")
+    async with serving(handler, limits=ExchangeLimits(max_retry_after_seconds=0.1)) as client, asyncio.timeout(30):
+        await client.register(REGISTRATION)
+    assert len(handler.seen) == 2
+
+
 async def test_an_outage_is_two_lines_however_many_retries_it_takes(caplog):
     caplog.set_level(logging.INFO)
     port = free_port()
