@@ -11,7 +11,11 @@ class Manager:
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except OSError:
+            self._socket.close()
+            raise
         self._socket.setblocking(False)
 
     def heard(self) -> list[str]:

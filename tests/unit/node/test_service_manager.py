@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from notified import Manager
@@ -14,14 +15,15 @@ from node.runtime.service_manager import ALIVE, READY, notify, report_serving
 
 
 @pytest.fixture(params=["path", "abstract"])
-def manager(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
-    name = str(tmp_path / "notify@1") if request.param == "path" else f"\0swarmproof-test-{os.getpid()}"
-    monkeypatch.setenv("NOTIFY_SOCKET", name.replace("\0", "@"))
-    for variable in ("WATCHDOG_PID", "WATCHDOG_USEC"):
-        monkeypatch.delenv(variable, raising=False)
-    made = Manager(name)
-    yield made
-    made.close()
+def manager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
+    with TemporaryDirectory(prefix="notify-") as folder:  # the address of a socket has 107 bytes, tmp_path's often more
+        name = f"{folder}/notify@1" if request.param == "path" else f"\0swarmproof-test-{os.getpid()}"
+        monkeypatch.setenv("NOTIFY_SOCKET", name.replace("\0", "@"))
+        for variable in ("WATCHDOG_PID", "WATCHDOG_USEC"):
+            monkeypatch.delenv(variable, raising=False)
+        made = Manager(name)
+        yield made
+        made.close()
 
 
 async def test_a_process_that_serves_says_so_and_goes_on_saying_that_it_runs(
