@@ -36,6 +36,10 @@ MOST_WAITING: Final = {
 }
 """Unfinished writes (`WriteQueue`) from which a class is shed: at about 1 ms each, what a request waits at most."""
 
+STRANGERS_WAITING: Final = 64
+"""Unfinished writes from which a signer is looked up, in a read of its own, before its request is one of them. Half of
+what sheds the first class: nobody's free keys come near it."""
+
 RETRY_SECONDS: Final = {
     RequestClass.READ: 5,
     RequestClass.JOIN: 5,

@@ -17,7 +17,6 @@ from coordinator.http.service import Service
 from coordinator.http.signed_requests import check_body, open_request, read_body, read_envelope, read_message
 from coordinator.storage.database import Connection
 from node.protocol.endpoints import Endpoint
-from node.protocol.messages import RequestClaim
 from shardcast.rate_limit import network_of
 from shardcast.wire import Wire, digest, encode
 
@@ -73,14 +72,13 @@ class SignedCall(Generic[BodyT]):
         `act` runs in a thread, in the transaction that uses up the nonce.
         """
         node, claim = open_request(self.envelope)
-        return await self.service.writes.run(lambda: self._execute(act, node, claim))
 
-    def _execute(self, act: Callable[[Connection, str, BodyT], T], node: str, claim: RequestClaim) -> T:
-        body_digest = digest(self.body)
-        with self.service.signed.accept(self.request, node, claim) as connection:
-            check_body(claim, body_digest, len(self.body))
+        def execute(connection: Connection) -> T:
+            check_body(claim, digest(self.body), len(self.body))
             kind = self.endpoint.body
             return act(connection, node, cast("BodyT", None) if kind is NoneType else read_message(kind, self.body))
+
+        return await self.service.signed.execute(self.request, node, claim, execute)
 
 
 def signed(endpoint: Endpoint[BodyT, Any]) -> Callable[[Request], Awaitable[SignedCall[BodyT]]]:

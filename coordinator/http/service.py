@@ -57,8 +57,9 @@ class Service:
         self.coordinator = coordinator
         self.metrics = metrics
         self.shutdown = shutdown
-        self.signed = SignedRequests(coordinator, limiter=RateLimiter(per_minute=limits.per_node, who="node"))
         self.writes = WriteQueue(coordinator.home.database)
+        per_node = RateLimiter(per_minute=limits.per_node, who="node")
+        self.signed = SignedRequests(coordinator, limiter=per_node, writes=self.writes)
         self.registrations = AddressLimiter(per_minute=limits.registrations)
         self.intake = intake_of(coordinator, self.writes)
         self.descriptors = DescriptorWatch(coordinator.descriptors, shutdown)

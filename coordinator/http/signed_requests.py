@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
+from starlette.concurrency import run_in_threadpool
 
+from coordinator.http.load_shedding import STRANGERS_WAITING, RequestClass, class_of
 from coordinator.http.rate_limits import RateLimiter
+from coordinator.http.write_queue import WriteQueue
 from coordinator.run.service import Coordinator
 from coordinator.storage.database import Connection
 from node.protocol.messages import MAX_MESSAGE_BYTES, RequestClaim
@@ -27,18 +30,28 @@ T = TypeVar("T")
 class SignedRequests:
     """Accepts the signed requests of a run's nodes, rate-limited per node."""
 
-    def __init__(self, coordinator: Coordinator, *, limiter: RateLimiter) -> None:
-        self._coordinator, self._limiter = coordinator, limiter
+    def __init__(self, coordinator: Coordinator, *, limiter: RateLimiter, writes: WriteQueue) -> None:
+        self._coordinator, self._limiter, self._writes = coordinator, limiter, writes
 
-    @contextmanager
-    def accept(self, request: Request, node: str, claim: RequestClaim) -> Iterator[Connection]:
-        """Open the transaction of a request as `Coordinator.accept` does; a refused replay takes no token."""
+    async def execute(self, request: Request, node: str, claim: RequestClaim, act: Callable[[Connection], T]) -> T:
+        """Return `act(transaction)`, called in a thread in the transaction that uses up the nonce; raises Refusal.
+
+        A refused replay takes no token of the node's. While writes wait, a request that can only be refused does not
+        join them: keys are free, and strangers would hold up the leases and deliveries of everybody else.
+        """
         request.state.node = node  # for the log
-        self._limiter.peek(node, now=time.monotonic())
         method, path = request.method, request.scope["path"]
-        with self._coordinator.accept(node, claim, method=method, path=path, now=time.time()) as connection:
-            self._limiter.check(node, now=time.monotonic())
-            yield connection
+        self._limiter.peek(node, now=time.monotonic())
+        if len(self._writes) >= STRANGERS_WAITING and class_of(method, path) is not RequestClass.JOIN:
+            lease_id = request.path_params.get("lease_id")
+            await run_in_threadpool(partial(self._coordinator.refuse_stranger, node, lease_id, now=time.time()))
+
+        def execute() -> T:
+            with self._coordinator.accept(node, claim, method=method, path=path, now=time.time()) as connection:
+                self._limiter.check(node, now=time.monotonic())
+                return act(connection)
+
+        return await self._writes.run(execute)
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:

@@ -156,6 +156,14 @@ class Coordinator:
                 raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….") from refusal
             raise
 
+    def refuse_stranger(self, node: str, lease_id: str | None, *, now: float) -> None:
+        """Raise Refusal unless `node` is registered and, if a lease is named, may submit for it; only reads."""
+        with self.home.database.read() as connection:
+            if lease_id is not None:
+                self.check_may_submit(connection, node, lease_id, now=now)
+            elif not nodes.is_registered(connection, node):
+                raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
+
     def submit(self, node: str, lease_id: str, request: Incoming, body: Incoming, *, now: float) -> str:
         """Store a submission and queue it for verification; return its id. A refused one leaves no blob."""
         stored = work.StoredSubmission(

@@ -15,7 +15,7 @@ from swarm import INSTANCE, Peer, Reply, serve
 from waiting import until
 
 import coordinator.app
-from coordinator.http import load_shedding
+from coordinator.http import load_shedding, signed_requests
 from coordinator.http.load_shedding import RequestClass, class_of
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
@@ -62,6 +62,39 @@ def test_what_costs_nobody_his_work_is_turned_away_first(tmp_path: Path, monkeyp
             assert one.send("GET", "/health-line").status == 200
         assert [answer.result().status for answer in waiting] == [200, 200, 200, 202]
         assert asks[RequestClass.DELIVERY][1]().status == 202
+    home.database.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/submissions/{}", "/v1/leases/{}/return", "/v1/leases"])
+def test_attack_requests_of_keys_that_nobody_registered_deny_leases_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Each would wait for a write, as a delivery counts as leased work, and be refused after that."""
+    queues = list[Sized]()
+    shedder = load_shedding.LoadShedder
+    monkeypatch.setattr(load_shedding, "MOST_WAITING", LIMITS)
+    monkeypatch.setattr(signed_requests, "STRANGERS_WAITING", 1)
+    monkeypatch.setattr(coordinator.app, "LoadShedder", lambda writes: queues.append(writes) or shedder(writes))
+    home = create_home(tmp_path, public_key=RUN_KEY.public_key().public_bytes_raw(), spec=spec_of())
+    Actors(home).publish(0)
+    with serve(Coordinator(home, key=RUN_KEY)) as url, ThreadPoolExecutor(8) as threads:
+        worker, idle = Peer(url, home.run_id), Peer(url, home.run_id)
+        assert {worker.register().status, idle.register().status} == {200}
+        lease = worker.lease().lease_id
+        body = encode(LeaseRequest(held_versions=(), slots=1, instance=INSTANCE)) if path.endswith("leases") else b""
+        method = "PUT" if "submissions" in path else "POST"
+        with home.database.write():  # holds up everybody else's
+            honest = [threads.submit(Peer(url, home.run_id).register)]
+            until(lambda: len(queues[0]) == 1)
+            strangers = [
+                threads.submit(Peer(url, home.run_id).signed, method, path.format(lease), body)
+                for _ in range(LIMITS[RequestClass.WORK])
+            ]
+            assert {one.result(timeout=60).code for one in strangers} <= {"unknown_identity"}
+            assert idle.submit(lease, b"").code == "foreign_lease"  # nor does a key that anybody may register
+            honest.append(threads.submit(ask, worker))
+            until(lambda: len(queues[0]) == 2)
+        assert [one.result(timeout=60).status for one in honest] == [200, 200]
     home.database.close()
 
 

@@ -39,11 +39,10 @@ async def submitter(request: Request, lease_id: str) -> Submitter:
     if claim.body_bytes > limit:
         raise Refusal(Reason.OVERSIZED_BODY, f"{claim.body_bytes} bytes, at most {limit} are taken.")
 
-    def accept() -> None:
-        with service.signed.accept(request, node, claim) as transaction:
-            coordinator.check_may_submit(transaction, node, lease_id, now=time.time())
+    def check(transaction: Connection) -> None:
+        coordinator.check_may_submit(transaction, node, lease_id, now=time.time())
 
-    await service.writes.run(accept)
+    await service.signed.execute(request, node, claim, check)
     return Submitter(node, lease_id, envelope, claim)
 
 
