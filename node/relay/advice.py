@@ -67,7 +67,7 @@ class Announcer:
                 raise
             self._refusals += 1
             least_s = (error.retry_after_seconds or 0.0) * random.uniform(1.0, 1.5)
-            self.pause_seconds = max(least_s, _REFUSED.delay(self._refusals))
+            self.pause_seconds = max(min(least_s, _REFUSED.max_seconds), _REFUSED.delay(self._refusals))
             log.warning("this relay is not announced, trying again in %.0f s: %s", self.pause_seconds, error)
             return await self._client.relays(patience_seconds=FOREVER)
         self._refusals = 0

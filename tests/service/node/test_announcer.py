@@ -16,12 +16,12 @@ ADVICE = RelayList(relays=("http://192.0.2.2:8701",))
 async def test_a_relay_for_which_the_list_has_no_room_is_advised_all_the_same() -> None:
     """It was not told of a source for as long as strangers kept the list full, and asked again all the while."""
     asked: list[str] = []
-    full = True
+    full, wait = True, "40"
 
     async def coordinator(request: web.Request) -> web.Response:
         asked.append(request.method)
         if request.method == "POST" and full:
-            return refusal(429, "too_many_requests", headers={"Retry-After": "40"})
+            return refusal(429, "too_many_requests", headers={"Retry-After": wait})
         return web.Response(body=encode(ADVICE), content_type="application/json")
 
     async with serving(coordinator) as client:
@@ -35,6 +35,10 @@ async def test_a_relay_for_which_the_list_has_no_room_is_advised_all_the_same() 
             pauses.append(announcer.pause_seconds)
         assert max(pauses) > 120, "each refusal makes it ask less often"
         assert len(set(pauses)) == len(pauses), "relays that were refused together do not come again together"
+        wait = "999"
+        for _ in range(8):
+            await announcer.announce(SAID)
+            assert announcer.pause_seconds <= 300, "the spread lets a hostile coordinator keep no relay out for longer"
         full = False
         assert await announcer.announce(SAID) == ADVICE
         assert announcer.pause_seconds == 0.0
