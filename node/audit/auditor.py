@@ -7,11 +7,13 @@ for it. An audit does not show that every submission was logged: for that, worke
 `--json` prints one object with the keys
 
     run_id, url, seed, seconds
-    outcome               "agree", "disagree" or "incomplete"; exit_code 0, 1 or 2
+    outcome               "agree", "disagree", "incomplete" or "partial" (as "agree", but for what is expired);
+                          exit_code 0, 1, 2 or 3
     checkpoint            null or {size, root}; previous_checkpoint: the last one remembered, likewise
     witnesses             null, or {quorum, has_quorum, of: [{name, key, size, signed_at, covers, detail}]}: what each
                           signed of this log, and whether that covers the checkpoint
     log                   {entries, policies, batches, admitted, rejected, indeterminate}
+    newest_verdict_at     when the newest verdict was, by the log: null or seconds since 1970
     coordinator_indeterminate   log indexes of verdicts that the coordinator could not decide
     reached_training      [{log_index, submission, step}]: groups that a second verdict did not bear out, too late
     withholding           {gaps, nodes: [{node, delivered, missed, environment, environment_probability,
@@ -41,6 +43,7 @@ from msgspec import UNSET, UnsetType
 from rich.console import Console
 
 from node.audit.evidence import EvidenceAuditor
+from node.audit.freshness import check_head, is_over
 from node.audit.log import AuditProblem, LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
 from node.audit.report import Report, render_json, show
 from node.audit.witnesses import WitnessGathering, WitnessRule
@@ -91,7 +94,7 @@ async def run_audit(
     policy_memory: int = 4 * GIB,
     witnesses: WitnessRule | None = None,
 ) -> int:
-    """Audit the coordinator at `url`, print what was found, and return the exit code: 0, 1 or 2.
+    """Audit the coordinator at `url`, print what was found, and return the exit code: 0 to 3.
 
     `sample` verdicts are derived again (None: 20), or all of them. `seed` repeats an earlier draw. `sources`
     are origins or relays to ask for policies, besides those that the coordinator names. `answers` are files of answers,
@@ -278,7 +281,8 @@ class _Auditor:
         self._report.describe_log(entries)
         self._report.problems += problems
         reading = read_log(entries, run_id=self._report.run_id, spec=descriptor.spec)
-        self._report.problems += reading.problems
+        self._report.problems += [*reading.problems, *check_head(entries, descriptor.head)]
+        self._report.is_over = is_over(entries, descriptor.spec)
         self._report.reached_training = reading.reached_training
         self._report.withholding = reading.withholding
         self._report.accounts, self._report.rules = reading.accounts, descriptor.spec.standing

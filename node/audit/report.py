@@ -26,8 +26,11 @@ from node.protocol.run import StandingSpec
 from node.protocol.standing import Account
 from node.protocol.withholding import EVEN, odds
 
-AGREE, DISAGREE, INCOMPLETE = 0, 1, 2
+AGREE, DISAGREE, INCOMPLETE, PARTIAL = 0, 1, 2, 3
 MAX_SHOWN = 50
+
+QUIET_SECONDS = 86400
+"""Age of the newest verdict from which a run that is not over is said to be quiet."""
 
 
 class AuditResult(StrEnum):
@@ -72,6 +75,8 @@ class Report:
     previous: Checkpoint | None = None
     witnesses: Witnesses | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    newest_verdict_at: int | None = None
+    is_over: bool = False
     coordinator_indeterminate: list[int] = field(default_factory=list)
     checked: list[Checked] = field(default_factory=list)
     problems: list[AuditProblem] = field(default_factory=list)
@@ -84,11 +89,13 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: agree, 1: disagree, 2: incomplete."""
+        """0: agree, 1: disagree, 2: incomplete, 3: partial."""
         if self.problems:
             return DISAGREE
         missing = any(check.result is AuditResult.UNAVAILABLE for check in self.checked)
-        return INCOMPLETE if self.fault or missing or self.is_all_expired or self.lacks_witnesses else AGREE
+        if self.fault or missing or self.is_all_expired or self.lacks_witnesses:
+            return INCOMPLETE
+        return PARTIAL if self.count(AuditResult.EXPIRED) else AGREE
 
     @property
     def is_all_expired(self) -> bool:
@@ -102,7 +109,7 @@ class Report:
 
     @property
     def outcome(self) -> str:
-        return ("agree", "disagree", "incomplete")[self.exit_code]
+        return ("agree", "disagree", "incomplete", "partial")[self.exit_code]
 
     def count(self, result: AuditResult) -> int:
         """Return the number of checked verdicts with this result."""
@@ -117,6 +124,7 @@ class Report:
             "batches": sum(isinstance(entry, BatchEntry) for entry in entries),
             **{outcome.value: sum(entry.outcome is outcome for _, entry in verdicts) for outcome in Outcome},
         }
+        self.newest_verdict_at = max((entry.decided_at for _, entry in verdicts), default=None)
         self.coordinator_indeterminate = [i for i, entry in verdicts if entry.outcome is Outcome.INDETERMINATE]
 
 
@@ -133,6 +141,7 @@ def render_json(report: Report) -> str:
         "previous_checkpoint": _checkpoint(report.previous),
         "witnesses": _witnesses(report.witnesses),
         "log": report.counts,
+        "newest_verdict_at": report.newest_verdict_at,
         "coordinator_indeterminate": report.coordinator_indeterminate,
         "reached_training": [
             {"log_index": index, "submission": submission, "step": step}
@@ -200,6 +209,8 @@ def show(report: Report, console: Console) -> None:
     """Print the report for a person."""
     if report.checkpoint is not None:
         console.print(f"log of run {report.run_id[:16]}…: {_log_line(report)}", highlight=False)
+    if quiet := _quiet_line(report, now=time.time()):
+        console.print(Text(quiet))
     if report.witnesses is not None:
         console.print(Text(_witnesses_line(report.witnesses)))
     if report.checked:
@@ -234,6 +245,14 @@ def _log_line(report: Report) -> str:
     unjudged = len(report.coordinator_indeterminate)
     undecided = f"; the coordinator could not decide {unjudged}" if unjudged else ""
     return f"{counts or 'not read'}{since}{undecided}"
+
+
+def _quiet_line(report: Report, *, now: float) -> str | None:
+    """Return what to say of a log that has had no verdict for long though the run goes on; None if it has had one."""
+    if report.newest_verdict_at is None or report.is_over or now - report.newest_verdict_at < QUIET_SECONDS:
+        return None
+    days = int((now - report.newest_verdict_at) // 86400)
+    return f"the newest verdict is {days} days old, and the run is not over: it stands still, or its log goes on unseen"
 
 
 def _results(report: Report) -> Table:
@@ -330,6 +349,6 @@ def _conclusion(report: Report) -> str:
     if report.exit_code == INCOMPLETE:
         return f"incomplete: {report.count(AuditResult.UNAVAILABLE)} verdicts could not be derived again.{border}"
     return (
-        f"agree: {report.count(AuditResult.AGREE)} verdicts derived again.{border} "
+        f"{report.outcome}: {report.count(AuditResult.AGREE)} verdicts derived again.{border} "
         f"(--seed {report.seed} repeats this draw)"
     )

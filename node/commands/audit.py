@@ -86,7 +86,8 @@ def audit(
 
     Any --engine and --device that hold the policy will do, whatever the run's verifiers have.
 
-    Exit code 0: it agrees. 1: it does not, and the table says where. 2: the audit could not run.
+    Exit code 0: it agrees. 1: it does not, and the table says where. 2: the audit could not run. 3: it agrees, but of
+    some verdicts that were drawn the operator has removed the files.
     """
     with reported(CouldNotRun):
         if all_ and sample is not None:

@@ -22,7 +22,7 @@ import uvicorn
 from announced_relays import hanging
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
-from sqlalchemy import delete, update
+from sqlalchemy import delete, insert, update
 from verifying import InMemory, Part, drawn
 from witnessing import witnessing
 
@@ -35,7 +35,7 @@ from coordinator.storage import log
 from coordinator.storage.blobs import BlobStore
 from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.relays import RegisteredRelay, put_relay
-from coordinator.storage.schema import log_entries, log_nodes
+from coordinator.storage.schema import log_entries, log_nodes, policies
 from node.audit.auditor import run_audit
 from node.audit.evidence import EvidenceAuditor, Expired
 from node.audit.witnesses import WitnessRule
@@ -100,6 +100,7 @@ class Audited:
 
     home: Path
     origin_url: str
+    second_manifest: str
 
     ADMITTED, ALSO_ADMITTED, WRONG_TOKEN, UNREADABLE, UNDECIDED, BATCH, SECOND_POLICY, SWITCHED = range(2, 10)
 
@@ -210,10 +211,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
     undecided = {"outcome": Outcome.INDETERMINATE, "reason": Reason.VERIFIER_FAILED, "detail": "MemoryError."}
     entries[-1] = replace(entries[-1], **undecided, finding=None, figures=None, totals=None, rewards=None)
     entries.append(BatchEntry(step=0, submissions=(entries[1].submission,)))
+    second_manifest = server.publish(folder / "second.safetensors", version=1)
     entries.append(
         PolicyEntry(
             version=1,
-            manifest_digest=server.publish(folder / "second.safetensors", version=1),
+            manifest_digest=second_manifest,
             result_digest=digest((folder / "second.safetensors").read_bytes()),
         )
     )
@@ -222,7 +224,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
         for entry in entries:
             log.append(connection, entry)
     home.database.close()
-    yield Audited(folder / "home", url)
+    yield Audited(folder / "home", url, second_manifest)
     server.stop()
     origin.close()
 
@@ -622,6 +624,42 @@ def test_a_log_that_forgot_its_last_entries_is_found(
     outcome = remember_then_audit(run, audit, forged(run, tmp_path / "forged", lambda entries: entries[:-1]))
     assert (outcome.code, outcome.problems) == (1, [("log_shrank", None)])
     assert kept_evidence(tmp_path) == ["first.checkpoint", "second.checkpoint"]
+
+
+def test_a_log_without_its_end_is_found_by_the_policy_that_the_run_goes_on_with(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path
+) -> None:
+    """An operator could show auditors the log of last week, which is sound in itself, and everybody else the run."""
+    for hidden, wanted in ((0, []), (2, [("unlogged_policy", None)])):
+        folder = forged(run, tmp_path / str(hidden), lambda entries, hidden=hidden: entries[: len(entries) - hidden])
+        home = create_home(folder, public_key=KEY.public_key().public_bytes_raw(), spec=SPEC)
+        named = {"version": 1, "manifest_digest": run.second_manifest, "result_digest": "0" * 64}
+        with home.database.write() as connection:
+            connection.execute(insert(policies).values(**named, manifest=b"", published_at=0.0))
+        home.database.close()
+        with serving(folder) as url:
+            outcome = audit(url, all_=False, sample=0, state_dir=tmp_path / f"auditor-{hidden}")
+        assert (outcome.code, outcome.problems) == (len(wanted), wanted)
+
+
+def test_a_log_that_has_had_no_verdict_for_days_is_said_to_be_quiet_until_the_run_is_over(
+    run: Audited, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing in an old log contradicts itself: a validator that reads `agree` would take it for the newest."""
+    then = int(time.time() - 3 * 86400)
+    last = BatchEntry(step=SPEC.training.steps - 1, submissions=())
+
+    def old(entries: list[LogEntry]) -> list[LogEntry]:
+        return [replace(one, decided_at=then) if isinstance(one, VerdictEntry) else one for one in entries]
+
+    asked = {"run_id": RUN, "sample": 0, "all_": False, "seed": 1, "as_json": False}
+    edits = {"now": (list, False), "old": (old, True), "over": (lambda entries: [*old(entries), last], False)}
+    for name, (edit, quiet) in edits.items():
+        with serving(forged(run, tmp_path / name, edit)) as url:
+            code = asyncio.run(run_audit(url, state_dir=tmp_path / f"auditor-{name}", **asked))
+        assert code == 0 or name == "over", "standing still is no fault"
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("the newest verdict is 3 days old, and the run is not over" in said) == quiet
 
 
 @pytest.mark.parametrize("more", [0, 1])

@@ -428,7 +428,7 @@ async def test_a_worker_whose_events_cannot_be_written_fails_once_it_has_ended(m
 # -- audit's exit codes
 
 
-@pytest.mark.parametrize("code", [0, 1, 2])
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
 def test_the_audits_answer_is_the_exit_code(monkeypatch, tmp_path, code):
     seen = {}
 
