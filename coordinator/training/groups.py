@@ -49,14 +49,53 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
         return has_signal(self.rewards)
 
 
+def count_tokens(sample: Sample) -> int:
+    """Count a sample's tokens: prompt, completion and replies."""
+    replies = sum(len(ids) for _, ids in sample.replies)
+    return len(sample.prompt_ids) + len(sample.completion_ids) + replies
+
+
 def encode_group(group: Group) -> bytes:
     """Encode an admitted group as a blob."""
     return msgspec.msgpack.encode(group)
 
 
 def decode_group(data: bytes) -> Group:
-    """Decode a blob written by `encode_group`; raises StorageFault."""
+    """Decode a blob written by `encode_group`; raises StorageFault, also for one that cannot be trained on.
+
+    What a verifier of another release, or a broken one, has written would else end the trainer in the middle of a step,
+    again each time it is started; a group that is at fault is measured again.
+    """
     try:
-        return msgspec.msgpack.decode(data, type=Group)
+        group = msgspec.msgpack.decode(data, type=Group)
     except msgspec.DecodeError as error:
         raise StorageFault(f"blob is not an admitted group: {error}") from error
+    fault = _fault(group)
+    if fault is not None:
+        raise StorageFault(f"blob is not an admitted group: {fault}")
+    return group
+
+
+def _fault(group: Group) -> str | None:
+    """Return what of the group does not belong together, None if all does."""
+    if not group.rollouts or len(group.rewards) != len(group.rollouts):
+        return f"{len(group.rewards)} rewards for {len(group.rollouts)} completions"
+    for sample in group.rollouts:
+        drawn = len(sample.completion_ids)
+        if not drawn or not sample.prompt_ids or len(sample.logprobs) != drawn:
+            return f"{len(sample.logprobs)} log-probabilities for {drawn} tokens after {len(sample.prompt_ids)}"
+        if sample.segments and sum(tokens for _, tokens in sample.segments) != drawn:
+            return f"segments that are not of its {drawn} tokens"
+        places = [before for before, _ in sample.replies]
+        if places != sorted(places) or not all(0 <= place <= drawn for place in places):
+            return f"replies that are not within its {drawn} tokens"
+    return _fault_of_experts(group)
+
+
+def _fault_of_experts(group: Group) -> str | None:
+    """Return what is wrong with the experts: unless there are none, as many bytes for each token but the last."""
+    if group.experts and len(group.experts) != len(group.rollouts):
+        return f"experts of {len(group.experts)} completions for {len(group.rollouts)}"
+    met = [(len(one), count_tokens(sample) - 1) for one, sample in zip(group.experts, group.rollouts) if one]  # noqa: B905
+    widths = {divmod(size, tokens) for size, tokens in met}
+    return None if len(widths) <= 1 and all(not rest for _, rest in widths) else "experts that are not of its tokens"

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coordinator.errors import StorageFault
 from coordinator.metrics.curves import REWARD_OF
 from coordinator.training import recipe
 from coordinator.training.attention import packed_attention
 from coordinator.training.balance import ExpertLoad, counted_experts
-from coordinator.training.groups import Group, Sample
+from coordinator.training.groups import Group, Sample, count_tokens
 from coordinator.training.head import final_states, head_backward, head_logprobs, output_head
 from coordinator.training.lora import without_adapters
 from coordinator.training.losses import CustomLoss, load_loss
@@ -30,8 +31,9 @@ from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import ROW_TOKENS, PackedRow, Scored, pack, rows_of_process
 from coordinator.training.repeatable import repeatable, set_training
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
+from node.policy.experts import routers
 from node.policy.models.base import RecurrentForCausalLM
-from node.policy.routing import replayed_choices
+from node.policy.routing import are_choices, replayed_choices
 from node.protocol.run import RunSpec, TeacherSpec
 
 log = logging.getLogger(__name__)
@@ -69,9 +71,11 @@ def train_step(
     `reference` is the policy of the KL penalty, without its adapters: it may be `model`. `teacher` is that of
     `training.teacher`. Without it, groups without advantages are dropped; if none is left, the weights stay unchanged.
     `before_update` is called before weights or optimizer state change. A minibatch with a non-finite gradient is
-    skipped and counted. Deterministic for a number of threads and processes, and a kind of GPU. Raises LossFault.
+    skipped and counted. Deterministic for a number of threads and processes, and a kind of GPU. Raises LossFault, and
+    StorageFault for a group whose experts are not this model's.
     """
     training = spec.training
+    check_experts(groups, model)
     optimizer.set_learning_rate(recipe.learning_rate(training, step))
     by_group = [score(group, spec=spec, step=step) for group in groups]
     scored, kept = [each for one in by_group for each in one], sum(1 for one in by_group if one)
@@ -99,6 +103,15 @@ def train_step(
         "groups_dropped": float(len(groups) - kept),
         "samples": float(len(scored)),
     }
+
+
+def check_experts(groups: Sequence[Group], model: PreTrainedModel) -> None:
+    """Raise StorageFault for a group with experts that are none of this model's, before anything is computed."""
+    found = routers(model)
+    for group in groups:
+        for sample, met in zip(group.rollouts, group.experts, strict=False):  # of no completion, or of each
+            if met and not are_choices(met, found, tokens=count_tokens(sample) - 1):
+                raise StorageFault(f"a group of policy {group.version} names experts that are not this model's")
 
 
 def environment_rewards(groups: Sequence[Group], spec: RunSpec) -> dict[str, float]:

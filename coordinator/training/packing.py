@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from coordinator.training.groups import Sample
+from coordinator.training.groups import Sample, count_tokens
 
 ROW_TOKENS = 512
 """Default, also in `coordinator.commands.options`: longer rows were less than a tenth faster for the tiny policy on a
@@ -147,12 +147,6 @@ def rows_of_process(rows: Sequence[PackedRow], *, rank: int, size: int) -> list[
     """Return the rows of process `rank` of `size`, padded with fillers to equal numbers."""
     filled = [*rows, *[rows[0].filler()] * (-len(rows) % size)]
     return filled[rank::size]
-
-
-def count_tokens(sample: Sample) -> int:
-    """Count a sample's tokens: prompt, completion and replies."""
-    replies = sum(len(ids) for _, ids in sample.replies)
-    return len(sample.prompt_ids) + len(sample.completion_ids) + replies
 
 
 def _sequence(sample: Sample) -> Iterator[tuple[int, bool]]:

@@ -49,6 +49,22 @@ def choices_of_lines(chosen: Sequence[Tensor], *, lines: int) -> Tensor | None:
     return torch.cat([each.view(torch.uint8) for each in chosen], 1).view(lines, -1, _bytes(chosen)).cpu()
 
 
+def are_choices(data: bytes, found: Sequence[Any], *, tokens: int) -> bool:
+    """Return whether these bytes name experts of these routers for so many tokens, as `choices_of_lines` writes them.
+
+    A number beyond a layer's experts would end a pass on a GPU, and the process with it.
+    """
+    width = sum(router.top_k * _dtype(router).itemsize for router in found)
+    if not found or len(data) != tokens * width:
+        return False
+    given = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(tokens, len(found), -1)
+    for layer, router in enumerate(found):
+        numbers = given[:, layer].contiguous().view(_dtype(router))
+        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < router.num_experts:
+            return False
+    return True
+
+
 @contextmanager
 def replayed_choices(model: nn.Module, choices: Tensor, is_known: Tensor) -> Iterator[None]:
     """Have the tokens of one forward pass, and of its recomputation, meet given experts within the context.

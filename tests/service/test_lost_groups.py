@@ -147,6 +147,19 @@ def test_a_group_that_is_lost_with_its_evidence_is_named_with_what_to_do(step: S
     assert msgspec.structs.replace(found, environment=None) == decode_group(whole)
 
 
+def test_a_group_that_is_whole_and_cannot_be_trained_on_is_rebuilt(step: Step) -> None:
+    """Its digest is right: a broken verifier wrote it so, and the trainer would end in the middle of the step."""
+    (before,) = step.read() or []
+    short = replace(before.rollouts[0], logprobs=before.rollouts[0].logprobs[1:])
+    name = step.swarm.home.blobs.put(
+        encode_group(msgspec.structs.replace(before, rollouts=(short, *before.rollouts[1:])))
+    )
+    with step.swarm.home.database.write() as connection:
+        connection.execute(update(groups).where(groups.c.submission == step.submission).values(blob=name))
+    (after,) = step.read() or []
+    assert without_rounding(after) == without_rounding(before)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_group_that_rounds_otherwise_is_taken_before_its_policy_is_out_and_not_after(
     step: Step, trained: bool

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.modelling.families import small_model, telling_fields
+from coordinator.errors import StorageFault
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution, environment_rewards, score, split, train_step
 from coordinator.training.head import head_backward
@@ -492,6 +493,19 @@ def test_a_configuration_with_dropout_trains_like_one_without(family):
         train_step(model, make_optimizer(model, spec.training), batch(model), spec=spec, step=0)
         trained.append(weights(model))
     assert same(*trained)
+
+
+def test_experts_that_the_model_does_not_have_end_a_step_before_it_begins():
+    """On a GPU an index beyond a layer's experts ends the process, and says nothing of which group."""
+    model = small_model("mixtral")
+    spec, samples = run_spec(), (Sample((1, 2), (7,), (-1.0,)), Sample((1, 2), (8,), (-1.0,)))
+    width, most = sum(each.top_k for each in routers(model)), min(each.num_experts for each in routers(model))
+    for met in (bytes([most]) * (2 * width), bytes(2 * width - 2)):
+        group = Group(0, (1.0, 0.0), samples, experts=(b"", met))
+        with pytest.raises(StorageFault, match="experts that are not this model's"):
+            train_step(model, make_optimizer(model, spec.training), [group], spec=spec, step=0)
+    group = Group(0, (1.0, 0.0), samples, experts=(b"", bytes([most - 1]) * (2 * width)))
+    assert train_step(model, make_optimizer(model, spec.training), [group], spec=spec, step=0)["samples"] == 2
 
 
 def test_a_step_says_how_evenly_its_tokens_meet_the_experts():
