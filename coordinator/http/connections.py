@@ -79,7 +79,11 @@ DEFAULT_CONNECTION_LIMITS = ConnectionLimits()
 
 
 class ConnectionQuota:
-    """Open connections, in all and per address; `awaiting` are those without a request, the longest waiting first."""
+    """Open connections, in all and per address.
+
+    `awaiting` are those that wait for their peers, the longest waiting first: idle, or with a part of a head or of a
+    message's body. To hold one costs a peer nothing.
+    """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -94,7 +98,8 @@ class ConnectionQuota:
     def acquire(self, address: str) -> bool:
         """Count a connection and return True, or return False if a limit is reached.
 
-        Where all are taken, one that asks nothing makes room: half-open connections must not silence the coordinator.
+        Where all are taken, one that waits for its peer makes room: half-open connections must not silence the
+        coordinator.
         """
         key = self._key(address)
         full = self._from[key] >= self.limits.connections_per_address and key not in self._proxies
@@ -172,7 +177,8 @@ class LimitedProtocol(H11Protocol):
         self._is_counted = True
         # uvicorn is then notified of every response that the kernel did not take at once, however short.
         transport.set_write_buffer_limits(high=0)
-        self._await_head()
+        self._start_head_timer()
+        self._note_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._release()
@@ -187,9 +193,14 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
-            self._await_head()
+            self._start_head_timer()
         else:
             self._stop_head_timer()
+        self._note_waiting()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_waiting()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -198,6 +209,7 @@ class LimitedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_unread_timer()
+        self._note_waiting()
 
     def send_400_response(self, msg: str) -> None:
         """Reply to invalid HTTP with an ErrorReply."""
@@ -216,20 +228,33 @@ class LimitedProtocol(H11Protocol):
         self.transport.write(b"".join((head or b"", self.conn.send(h11.Data(data=body)) or b"")))
         self.transport.close()
 
-    def _await_head(self) -> None:
+    def _note_waiting(self) -> None:
+        """Keep this connection's place among those that wait for their peers, or take it from them.
+
+        Uploads are none of them: only the holder of a lease is asked for one (`routes.submissions.submitter`).
+        """
+        if self.cycle is None or self.cycle.response_complete:
+            waits = not self.transport.get_write_buffer_size()  # an answer that is still being read is not cut off
+        else:
+            waits = self.cycle.more_body and self.scope["method"] != "PUT"
+        if waits and self._is_counted and not self.transport.is_closing():
+            self.quota.awaiting.setdefault(self)
+        else:
+            self.quota.awaiting.pop(self, None)
+
+    def _start_head_timer(self) -> None:
         """Start the timeout of one request head, unless it is running."""
         if self._head_timer is None and not self.transport.is_closing():
             self._head_timer = self.loop.call_later(self.quota.limits.head_seconds, self.transport.abort)
-            self.quota.awaiting[self] = None
 
     def _release(self) -> None:
         if self._is_counted:
             self.quota.release(self.address)
             self._is_counted = False
+        self.quota.awaiting.pop(self, None)
         self._stop_head_timer()
 
     def _stop_head_timer(self) -> None:
-        self.quota.awaiting.pop(self, None)
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

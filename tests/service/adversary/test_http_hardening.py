@@ -173,6 +173,21 @@ def test_half_open_connections_of_all_addresses_keep_no_newcomer_out(patient: st
             held[1].recv(1)
 
 
+@pytest.mark.parametrize("head", [b"POST /v1/nodes HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", HEALTH])
+def test_attack_requests_without_their_end_or_with_none_after_them_keep_no_newcomer_out(
+    patient: str, head: bytes
+) -> None:
+    """A body of which nothing more comes needs neither a key nor a signature, and would hold a place for 30 s."""
+    url = patient
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connect(url, f"127.0.1.{number + 1}")) for number in range(QUICK.connections)]
+        for connection in held:
+            connection.sendall(head)
+            if head is HEALTH:
+                assert connection.recv(1024).startswith(b"HTTP/1.1 200 ")
+        assert until(lambda: is_served(url, "127.0.2.1"), seconds=20)
+
+
 @pytest.mark.system
 def test_whoever_holds_most_half_open_connections_makes_room(patient: str) -> None:
     """An idle worker's connection, though it has waited longest, is not what a flood pushes out."""
