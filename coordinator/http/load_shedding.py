@@ -32,9 +32,13 @@ MOST_WAITING: Final = {
     RequestClass.READ: 128,
     RequestClass.JOIN: 256,
     RequestClass.WORK: 512,
-    RequestClass.DELIVERY: 2048,
+    RequestClass.DELIVERY: 768,
 }
-"""Unfinished writes (`WriteQueue`) from which a class is shed: at about 1 ms each, what a request waits at most."""
+"""Unfinished writes (`WriteQueue`) from which a class is shed: at about 1 ms each, what a request waits at most.
+
+The last is less than the connections that there may be (`ConnectionLimits`), each of which asks for one at a time: who
+finds all of them taken is closed unanswered, and not told when to come again.
+"""
 
 STRANGERS_WAITING: Final = 64
 """Unfinished writes from which a signer is looked up, in a read of its own, before its request is one of them. Half of

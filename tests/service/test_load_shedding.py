@@ -16,6 +16,7 @@ from waiting import until
 
 import coordinator.app
 from coordinator.http import load_shedding, signed_requests
+from coordinator.http.connections import ConnectionLimits
 from coordinator.http.load_shedding import RequestClass, class_of
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
@@ -109,6 +110,14 @@ def refused_for(url: str, path: str) -> str | None:
     with caught.value as error:
         assert error.code == 429
         return error.headers["Retry-After"]
+
+
+def test_each_class_is_shed_before_connections_run_out() -> None:
+    """A worker with leased work would be closed unanswered, and not told when to come again."""
+    limits = [load_shedding.MOST_WAITING[kind] for kind in RequestClass]
+    assert limits[0] > load_shedding.STRANGERS_WAITING
+    assert limits == sorted(limits)
+    assert limits[-1] < ConnectionLimits().connections
 
 
 def test_every_endpoint_is_of_the_class_of_what_it_is_for() -> None:
