@@ -87,7 +87,7 @@ def sweep(database: Database, store: UploadStore, *, now: float) -> int:
         .outerjoin(submissions, submissions.c.submission == uploads.c.submission)
         .where(
             uploads.c.asked_at <= now - SWEPT_AFTER_SECONDS,
-            or_(abandoned, submissions.c.state == SubmissionState.DONE),
+            or_(abandoned, submissions.c.state.in_([SubmissionState.DONE, SubmissionState.EXPIRED])),
         )
         .limit(SWEPT_AT_ONCE)
     )

@@ -27,8 +27,9 @@ from sqlalchemy import select, update
 from swarm import Peer, Reply, Swarm, running, small_spec
 from waiting import until
 
-from coordinator.errors import CorruptRead
+from coordinator.errors import CorruptRead, StoreAway
 from coordinator.storage import s3_blobs, uploads
+from coordinator.storage.retention import remove_expired
 from coordinator.storage.schema import SubmissionState, groups, leases, submissions
 from coordinator.storage.schema import uploads as uploads_table
 from coordinator.storage.uploads import OFFER_SECONDS, SWEPT_AFTER_SECONDS, sweep
@@ -565,6 +566,38 @@ def test_what_a_killed_verifier_left_is_swept(swarm: Swarm, store: Store, tmp_pa
         assert states.scalars().all() == [SubmissionState.DONE]
     assert sweep(swarm.home.database, swarm.home.blobs, now=time.time()) == 1
     assert store.keys(mine) == []
+
+
+def test_expired_evidence_leaves_the_bucket_although_it_was_away_and_others_files_stay(
+    swarm: Swarm, store: Store, tmp_path: Path
+) -> None:
+    """An operator pays for the bucket, and what is marked as removed would never be looked at again."""
+    peer, other, home = swarm.peer(), swarm.peer(), swarm.home
+    lease = peer.lease()
+    mine, body = f"uploads/{lease.lease_id}", b"junk of long ago"
+    store.fault = lambda method, key: "away" if method == "DELETE" and key.startswith(mine) else None
+    name = swarm.verdict(peer, uploaded(peer, lease.lease_id, body, tmp_path / "body")).submission
+    until(lambda: sum(c.method == "DELETE" and c.key.startswith(mine) for c in list(store.calls)) >= s3_blobs.ATTEMPTS)
+    waiting = other.lease()
+    put(announce(other, waiting.lease_id, b"of now"), b"of now", tmp_path / "other")
+    files = {f"blobs/{name}", f"blobs/{digest(body)}"}
+    before, now = set(store.keys()), time.time() + 1
+
+    store.fault = lambda method, _key: "away" if method == "DELETE" else None
+    with pytest.raises(StoreAway):
+        remove_expired(home.database, home.blobs, spec=home.spec, before=now)
+    assert set(store.keys()) == before
+    store.fault = lambda _method, _key: None
+    remove_expired(home.database, home.blobs, spec=home.spec, before=now)
+    assert files <= before - set(store.keys())
+    for removed in (name, digest(body)):
+        reply = peer.send("GET", f"/v1/blobs/{removed}")
+        assert (reply.status, reply.code) == (410, "evidence_expired")
+    assert peer.send("GET", f"/v1/blobs/{home.spec.digest}").body == encode(home.spec)
+    aged(swarm, lease.lease_id)
+    sweep(home.database, home.blobs, now=time.time())
+    assert store.keys(mine) == [], "the upload behind it, which its verifier could not remove"
+    assert submit(other, waiting.lease_id, b"of now").status == 202
 
 
 def test_a_worker_that_remembers_a_store_goes_on_without_one(tmp_path: Path, tiny_policy_path: Path) -> None:
