@@ -36,7 +36,7 @@ where the largest is a million: 3.3 GB, and three times that while VACUUM runs.
 `p50_ms_sqlite` and `p99_ms_sqlite` are of the open loop, `requests_per_s_sqlite` of the closed one, and so are those of
 PostgreSQL; `requests_per_s_postgresql_apis_2` is of the closed loop with two APIs. `errors` counts answers that are not
 2xx and requests without an answer, in all phases. `coordinator_cpu_ms_...` is processor time of the coordinators for
-each request of the closed loop, `postgresql_cpu_ms` that of the server. Each submission is synced to disk twice and
+each request of the closed loop, `postgresql_cpu_ms` that of the server. Each submission is synced to disk once and
 committed with another sync before its answer: `sync_ms` is the median of one such sync here.
 """
 

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import create_engine
 
-from benchmarks.loading.history import STEPS, fill, newest_policy
+from benchmarks.loading.history import ENVELOPE_BYTES, STEPS, fill, newest_policy
 from coordinator.dashboard.assets import Assets
 from coordinator.dashboard.pages import Pages
 from coordinator.http.metrics import Metrics
@@ -105,11 +105,9 @@ def _lease(home: Home, node: str) -> str:
 
 
 def _submit(home: Home, node: str, lease: str) -> str:
-    name = secrets.token_hex(32)
-    stored = StoredSubmission(submission=name, request=name, body=name, body_bytes=1)
+    stored = StoredSubmission(secrets.token_bytes(ENVELOPE_BYTES), body=secrets.token_hex(32), body_bytes=1)
     with home.database.write(durable=False) as connection:
-        work.submit(connection, stored, node=node, lease_id=lease, spec=home.spec, now=time.time())
-    return name
+        return work.submit(connection, stored, node=node, lease_id=lease, spec=home.spec, now=time.time())
 
 
 def _judge(home: Home, group: str) -> str:
@@ -150,6 +148,7 @@ def _maintenance(url: str) -> dict[str, float]:
     with database.write() as connection:
         final_counts.drop(connection)
         rejections.drop(connection)
+        connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN envelope")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
     start = time.perf_counter()
     database.migrate()

@@ -38,6 +38,8 @@ TOKENS: Final = 384
 REWARDS: Final = (0.0, 1.0) * 4
 BAD_OF: Final = 12
 LAPSED_OF: Final = 10
+ENVELOPE_BYTES: Final = 473
+"""Of a signed request in a submission's row."""
 _AT_ONCE: Final = 10_000
 _SUBMISSION, _LEASE, _LAPSED, _BODY, _NODE = range(5)
 _MARKS: Final[dict[str, Any]] = {"submission": "a" * 64, "node": "b" * 64, "body": "c" * 64}
@@ -120,10 +122,10 @@ def _statements(dialect: str, submissions: int) -> Iterator[str]:
     yield f"""{lease} {many} SELECT {name(_LAPSED)}, n + 1, {node}, 'expired', {at} - 600, {at}, {at} FROM numbers
         WHERE n % {LAPSED_OF} = 0"""
     yield f"""INSERT INTO submissions (submission, lease, slot_id, node, request, body, body_bytes, received_at, state,
-            attempts, outcome, reason, detail, tokens, log_index, decided_at) {many}
+            attempts, outcome, reason, detail, tokens, log_index, decided_at, envelope) {many}
         SELECT {name(_SUBMISSION)}, {name(_LEASE)}, n + 1, {node}, {name(_SUBMISSION)}, {name(_BODY)}, 20000, {at},
             'done', 1, CASE WHEN {bad} THEN 'rejected' ELSE 'admitted' END, CASE WHEN {bad} THEN 'wrong_token' END, '',
-            {TOKENS}, {index}, {at} + 20 FROM numbers"""
+            {TOKENS}, {index}, {at} + 20, {_envelope(dialect)} FROM numbers"""
     yield f"""INSERT INTO groups (slot_id, submission, blob, reward_mean, signal, step) {many}
         SELECT n + 1, {name(_SUBMISSION)}, {name(_BODY)}, 0.5, true, {version} FROM numbers WHERE NOT ({bad})"""
     count = "SELECT count(*) FROM submissions WHERE submissions.node = nodes.node AND outcome ="
@@ -139,6 +141,10 @@ def _statements(dialect: str, submissions: int) -> Iterator[str]:
 
 def _bytes(dialect: str) -> str:
     return "BLOB" if dialect == "sqlite" else "BYTEA"
+
+
+def _envelope(dialect: str) -> str:
+    return f"zeroblob({ENVELOPE_BYTES})" if dialect == "sqlite" else f"decode(repeat('00', {ENVELOPE_BYTES}), 'hex')"
 
 
 def _leaves(submissions: int, *, now: float) -> Iterator[bytes]:

@@ -173,7 +173,7 @@ def _submit(home: Home, published: tuple[Policy, str], *, groups: int) -> None:
             _rollout(seed, list(wanted.prompt_ids), rng.choices(allowed, k=TOKENS), proof) for seed in wanted.seeds
         ]
         body = home.blobs.put(write_rollouts(rollouts))
-        arrival = StoredSubmission(submission=body, request=body, body=body, body_bytes=1)
+        arrival = StoredSubmission(lease.lease_id.encode(), body=body, body_bytes=1)
         with home.database.write(durable=False) as connection:
             work.submit(connection, arrival, node=node, lease_id=lease.lease_id, spec=home.spec, now=now)
 

@@ -24,7 +24,10 @@ from node.protocol.run import RunSpec
 from shardcast.wire import digest, is_digest
 
 REFERENCES: Final = {"submissions": ("request", "body", "evidence"), "groups": ("blob",)}
-"""Columns that hold blob names, by table; earlier schemas lack some. The run's rules are a blob, too."""
+"""Columns that hold blob names, by table; earlier schemas lack some. The run's rules are a blob, too.
+
+A submission with an `envelope` has its request in that column, and not in a blob.
+"""
 
 _THREADS: Final = 8
 _BATCH_NAMES: Final = 256
@@ -41,12 +44,13 @@ def referenced_blobs(folder: Path, manifest: BackupManifest, spec: bytes) -> Ite
     """Yield the names of all blobs of the backup in `folder`, possibly repeated. Raises BackupError."""
     yield digest(spec)
     for table in manifest.tables:
-        indices = [table.columns.index(name) for name in REFERENCES.get(table.name, ()) if name in table.columns]
-        state = table.columns.index("state") if table.name == "submissions" else None
-        for row in read_rows(folder, manifest.generation, table) if indices else ():
-            if state is not None and row[state] == SubmissionState.EXPIRED:
+        columns = [name for name in REFERENCES.get(table.name, ()) if name in table.columns]
+        for row in read_rows(folder, manifest.generation, table) if columns else ():
+            values = dict(zip(table.columns, row, strict=True))
+            if table.name == "submissions" and values["state"] == SubmissionState.EXPIRED:
                 continue
-            for name in (row[index] for index in indices):
+            without = "request" if values.get("envelope") is not None else None
+            for name in (values[column] for column in columns if column != without):
                 if not name:  # none, or an expired group's
                     continue
                 if not isinstance(name, str) or not is_digest(name):

@@ -66,7 +66,7 @@ class _Blobs:
     def check_submission(self, row: Mapping[str, Any]) -> list[Difference]:
         """Check a submission's request, body and kept measurements."""
         of = f"submission {row['submission']}"
-        request, found = self._read(row["request"], f"request of {of}")
+        request, found = self._read_request(row, of)
         body, more = self._read(row["body"], f"body of {of}")
         found += more
         if row["evidence"] is not None:
@@ -76,6 +76,14 @@ class _Blobs:
         if request is not None:
             found += self._check_request(request, row, of)
         return found
+
+    def _read_request(self, row: Mapping[str, Any], of: str) -> tuple[bytes | None, list[Difference]]:
+        if row["envelope"] is None:
+            return self._read(row["request"], f"request of {of}")
+        envelope = bytes(row["envelope"])
+        if digest(envelope) != row["request"]:
+            return None, [_wrong(row["request"], f"the request in the row of {of} is damaged", f"request of {of}")]
+        return envelope, []
 
     def _check_request(self, request: bytes, row: Mapping[str, Any], of: str) -> list[Difference]:
         try:

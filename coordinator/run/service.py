@@ -29,7 +29,7 @@ from coordinator.storage.folder_blobs import Incoming
 from coordinator.storage.schema import SubmissionState
 from coordinator.storage.signed_requests import SignedRequestLog
 from coordinator.storage.steps import manifest_of
-from coordinator.storage.submissions import logged_verdict
+from coordinator.storage.submissions import envelope_of, logged_verdict
 from node.protocol import merkle, requests
 from node.protocol.checkpoints import seal_checkpoint
 from node.protocol.endpoints import Pending
@@ -47,7 +47,7 @@ from node.protocol.messages import (
 from node.protocol.notes import Note
 from node.protocol.reasons import Reason, Refusal
 from shardcast.envelope import seal
-from shardcast.wire import derive, encode, is_digest
+from shardcast.wire import derive, digest, encode, is_digest
 
 logger = logging.getLogger(__name__)
 
@@ -164,21 +164,28 @@ class Coordinator:
             elif not nodes.is_registered(connection, node):
                 raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
 
-    def submit(self, node: str, lease_id: str, request: Incoming, body: Incoming, *, now: float) -> str:
+    def submit(self, node: str, lease_id: str, envelope: bytes, body: Incoming, *, now: float) -> str:
         """Store a submission and queue it for verification; return its id. A refused one leaves no blob."""
-        stored = work.StoredSubmission(
-            submission=request.digest, request=request.digest, body=body.digest, body_bytes=body.size_bytes
-        )
-        request.sync()
+        stored = work.StoredSubmission(envelope, body=body.digest, body_bytes=body.size_bytes)
         body.sync()
         # Sync outside the transaction, so that the write lock is not held during an fsync. A verdict on a submission
         # that a power cut could lose is safe: its own durable transaction syncs everything before it.
         with self.home.database.write(durable=False) as connection:
-            work.submit(connection, stored, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
+            name = work.submit(connection, stored, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
             body.commit()
-            request.commit()
         self.home.database.sync()
-        return stored.submission
+        return name
+
+    def signed_request(self, name: str) -> bytes | None:
+        """Return the signed request of submission `name` if its row has it; raises Refusal for a damaged one."""
+        if not is_digest(name):
+            return None
+        with self.home.database.read() as connection:
+            envelope = envelope_of(connection, name)
+        if envelope is not None and digest(envelope) != name:
+            logger.warning("the signed request of submission %s is damaged, and is not served", name)
+            raise Refusal(Reason.NOT_FOUND, "That request is damaged here.")
+        return envelope
 
     def has_expired(self, name: str) -> bool:
         """Return whether blob `name` was a submission's, whose files are removed."""
@@ -198,7 +205,7 @@ class Coordinator:
     def submit_upload(self, store: UploadStore, node: str, upload: Upload, envelope: bytes, *, now: float) -> str:
         """Queue an uploaded body for verification; return the submission's id.
 
-        The verifier is the first to read it. A refusal removes the request's blob; the upload stays until swept.
+        The verifier is the first to read it. After a refusal the upload stays until swept.
         """
         with self.home.database.read() as connection:
             announced = uploads.of_lease(connection, upload.lease)
@@ -206,15 +213,10 @@ class Coordinator:
             raise Refusal(Reason.BODY_MISMATCH, f"Another body was announced for lease {upload.lease[:16]}….")
         if announced is None or not store.holds(upload):
             raise Refusal(Reason.UPLOAD_FIRST, f"Nothing of that size and SHA-256 was uploaded: {upload.sha256[:16]}….")
-        name = store.put(envelope)
-        stored = work.StoredSubmission(submission=name, request=name, body=upload.body, body_bytes=upload.body_bytes)
-        try:
-            with self.home.database.write(durable=False) as connection:
-                work.submit(connection, stored, node=node, lease_id=upload.lease, spec=self.home.spec, now=now)
-                uploads.submitted(connection, upload, name)
-        except Refusal:
-            store.remove(name)  # unique by its nonce, so no other submission refers to it
-            raise
+        stored = work.StoredSubmission(envelope, body=upload.body, body_bytes=upload.body_bytes)
+        with self.home.database.write(durable=False) as connection:
+            name = work.submit(connection, stored, node=node, lease_id=upload.lease, spec=self.home.spec, now=now)
+            uploads.submitted(connection, upload, name)
         self.home.database.sync()
         return name
 

@@ -1,4 +1,4 @@
-"""Content-addressed blobs: submissions, their signed requests, admitted groups. One port, two backends.
+"""Content-addressed blobs: submissions, kept measurements, admitted groups. One port, two backends.
 
 A blob's name is its BLAKE3 digest, and exists only once the blob is complete. Reads verify digest and size. A missing
 or damaged blob raises StorageFault; an unreachable store, or a folder that is gone as a whole, raises StoreAway, an

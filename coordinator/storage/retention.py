@@ -95,7 +95,7 @@ def _expire(connection: Connection, *, spec: RunSpec, before: float) -> tuple[in
     ids = [row.submission for row in rows]
     if ids:
         expired = update(submissions).where(submissions.c.submission.in_(ids))
-        connection.execute(expired.values(state=SubmissionState.EXPIRED, evidence=None))
+        connection.execute(expired.values(state=SubmissionState.EXPIRED, evidence=None, envelope=None))
         connection.execute(update(groups).where(groups.c.submission.in_(ids)).values(blob=""))
     return len(ids), [name for row in rows for name in (row.request, row.body, row.evidence, row.blob) if name]
 

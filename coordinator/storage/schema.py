@@ -261,6 +261,9 @@ submissions = Table(
     Column("recheck_index", _Many),
     Column("void", Boolean, nullable=False, server_default=false()),
     Column("evidence", Text),
+    # The signed request itself. None where it is the blob `request`, as of databases made without this column, and once
+    # the submission has expired.
+    Column("envelope", LargeBinary),
     Index(None, "state", "received_at"),
     Index(None, "node", "state"),
     Index(None, "node", "outcome", "log_index"),

@@ -43,6 +43,7 @@ _JUDGED: Final = Prepared(
     .outerjoin(log_nodes, and_(log_nodes.c.level == 0, log_nodes.c.index == submissions.c.log_index))
     .where(submissions.c.submission == bindparam("submission"))
 )
+_ENVELOPE: Final = Prepared(select(submissions.c.envelope).where(submissions.c.submission == bindparam("submission")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,12 @@ def step_of(connection: Connection, submission: str) -> int | None:
     """Return the training step that used `submission`, None if none did."""
     found: int | None = connection.execute(select(groups.c.step).where(groups.c.submission == submission)).scalar()
     return found
+
+
+def envelope_of(connection: Connection, submission: str) -> bytes | None:
+    """Return the signed request in the row of `submission`; None if there is no such row, or no request in it."""
+    found = _ENVELOPE.scalar(connection, {"submission": submission})
+    return None if found is None else bytes(found)
 
 
 _LATEST: Final = (

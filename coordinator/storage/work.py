@@ -38,7 +38,7 @@ from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.protocol.standing import Standing
-from shardcast.wire import is_digest
+from shardcast.wire import digest, is_digest
 
 IDLE_RETRY_SECONDS = 0.25
 PLACE_SHARE = 3
@@ -177,10 +177,9 @@ def return_lease(connection: Connection, *, node: str, lease_id: str, spec: RunS
 
 @dataclass(frozen=True, slots=True)
 class StoredSubmission:
-    """A submission whose blobs are stored: its signed request and the submitted file."""
+    """A submission by its signed request, whose file is stored as blob `body`."""
 
-    submission: str
-    request: str
+    envelope: bytes
     body: str
     body_bytes: int
 
@@ -196,8 +195,8 @@ def check_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSp
 
 def submit(
     connection: Connection, arrival: StoredSubmission, *, node: str, lease_id: str, spec: RunSpec, now: float
-) -> None:
-    """Queue a stored submission for verification; raises Refusal."""
+) -> str:
+    """Queue a stored submission for verification; return its id. Raises Refusal."""
     locks.submitting(connection)
     slot_id = check_lease(connection, node=node, lease_id=lease_id, spec=spec, now=now)
     earlier = statements.KNOWN_BODY.first(connection, {"body": arrival.body, "slot": slot_id})
@@ -207,12 +206,14 @@ def submit(
         raise Refusal(Reason.DUPLICATE_SUBMISSION, "This very file was submitted before.", submission=own)
     statements.LEASE_STATE.run(connection, {"of_lease": lease_id, "new_state": LeaseState.SUBMITTED})
     statements.SLOT_STATE.run(connection, {"slot": slot_id, "new_state": SlotState.SUBMITTED})
+    name = digest(arrival.envelope)
     values = {
-        "submission": arrival.submission,
+        "submission": name,
         "lease": lease_id,
         "slot_id": slot_id,
         "node": node,
-        "request": arrival.request,
+        "request": name,
+        "envelope": arrival.envelope,
         "body": arrival.body,
         "body_bytes": arrival.body_bytes,
         "received_at": now,
@@ -222,6 +223,7 @@ def submit(
         "draw": secrets.SystemRandom().random(),
     }
     statements.NEW_SUBMISSION.run(connection, values)
+    return name
 
 
 def _active_lease(connection: Connection, *, node: str, lease_id: str, now: float) -> _LeaseRow:

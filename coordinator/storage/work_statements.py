@@ -261,6 +261,7 @@ NEW_SUBMISSION = Prepared(
         "slot_id",
         "node",
         "request",
+        "envelope",
         "body",
         "body_bytes",
         "received_at",

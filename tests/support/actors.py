@@ -89,10 +89,11 @@ class Actors:
     def submit(self, node: str, lease_id: str, *, draw: float | None = None) -> str:
         """A file of its own; `draw` is in place of chance."""
         self.files += 1
-        name = digest(str(self.files).encode())
+        envelope = str(self.files).encode()
+        arrival = StoredSubmission(envelope, body=digest(envelope), body_bytes=1)
         with self.home.database.write() as connection:
-            arrival = StoredSubmission(submission=name, request=name, body=name, body_bytes=1)
-            work.submit(connection, arrival, node=who(node), lease_id=lease_id, spec=self.home.spec, now=self.now)
+            spec, now = self.home.spec, self.now
+            name = work.submit(connection, arrival, node=who(node), lease_id=lease_id, spec=spec, now=now)
             if draw is not None:
                 connection.execute(update(submissions).where(submissions.c.submission == name).values(draw=draw))
         return name

@@ -17,7 +17,7 @@ from coordinator.http.signed_requests import check_body
 from coordinator.http.write_queue import WriteQueue
 from coordinator.run.service import Coordinator
 from coordinator.storage.blobs import Upload
-from coordinator.storage.folder_blobs import FolderBlobs, Incoming
+from coordinator.storage.folder_blobs import FolderBlobs
 from node.protocol.endpoints import BYTES
 from node.protocol.reasons import Reason, Refusal
 
@@ -37,13 +37,8 @@ class FolderIntake(Intake):
         if sender.lease_id in self._uploading:
             raise Refusal(Reason.TOO_MANY_REQUESTS, "This lease is being submitted by another request.")
         self._uploading.add(sender.lease_id)
-        incoming = self._blobs.incoming
         try:
-            with (
-                incoming(max_bytes=sender.claim.body_bytes) as body,
-                incoming(max_bytes=len(sender.envelope)) as signed,
-            ):
-                signed.write(sender.envelope)
+            with self._blobs.incoming(max_bytes=sender.claim.body_bytes) as body:
                 try:
                     async with asyncio.timeout(UPLOAD_DEADLINE_SECONDS):
                         async for piece in request.stream():
@@ -51,9 +46,9 @@ class FolderIntake(Intake):
                 except TimeoutError as error:
                     raise Refusal(Reason.BAD_REQUEST, "The body did not arrive in time.") from error
                 check_body(sender.claim, body.digest, body.size_bytes)
-                await run_in_threadpool(_sync, body, signed)
-                submit, now = self._coordinator.submit, time.time()
-                return await self._writes.run(lambda: submit(sender.node, sender.lease_id, signed, body, now=now))
+                await run_in_threadpool(body.sync)
+                submit, envelope, now = self._coordinator.submit, sender.envelope, time.time()
+                return await self._writes.run(lambda: submit(sender.node, sender.lease_id, envelope, body, now=now))
         finally:
             self._uploading.discard(sender.lease_id)
 
@@ -75,8 +70,3 @@ class FolderIntake(Intake):
         except StorageFault as error:
             raise Refusal(Reason.NOT_FOUND, "No such blob.") from error
         return FileResponse(path, media_type=BYTES)
-
-
-def _sync(*blobs: Incoming) -> None:
-    for blob in blobs:
-        blob.sync()

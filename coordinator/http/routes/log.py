@@ -21,6 +21,8 @@ _Index = Annotated[int, Query(ge=0, le=MAX_INTEGER)]
 
 @route(router, endpoints.BLOB)
 async def blob(service: ServiceDep, name: str) -> Response:
+    if (request := await run_in_threadpool(service.coordinator.signed_request, name)) is not None:
+        return respond_bytes(endpoints.BLOB, request)
     try:
         return await service.intake.evidence(name)
     except Refusal as refusal:

@@ -29,6 +29,7 @@ from postgresql import new_database
 from sqlalchemy import insert, inspect, select, update
 
 from coordinator.backup import tables
+from coordinator.backup.blobs import referenced_blobs
 from coordinator.backup.create import back_up
 from coordinator.backup.manifest import read_manifest
 from coordinator.backup.restore import restore
@@ -42,7 +43,7 @@ from coordinator.storage.database import migrations
 from coordinator.storage.schema import groups, metadata, stakes, submissions
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry
-from shardcast.wire import digest
+from shardcast.wire import digest, encode
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ LATER = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision, branch_labels, depends_on = "0003", "0002", None, None
+revision, down_revision, branch_labels, depends_on = "0004", "0003", None, None
 
 
 def upgrade():
@@ -120,10 +121,10 @@ def test_a_backup_of_an_earlier_release_is_restored_by_a_later_one(
     database_url: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actors = begin(tmp_path / "run", url=database_url)
-    assert back_up(actors.home, tmp_path / "backup").manifest.revision == "0002"
+    assert back_up(actors.home, tmp_path / "backup").manifest.revision == "0003"
     later = migrations()
     shutil.copytree(later.get_main_option("script_location"), tmp_path / "migrations")
-    (tmp_path / "migrations" / "versions" / "0003_later.py").write_text(LATER)
+    (tmp_path / "migrations" / "versions" / "0004_later.py").write_text(LATER)
     later.set_main_option("script_location", str(tmp_path / "migrations"))
     for module in (database, whole_tables):
         monkeypatch.setattr(module, "migrations", lambda: later)
@@ -137,6 +138,30 @@ def test_a_backup_of_an_earlier_release_is_restored_by_a_later_one(
             (Outcome.REJECTED, 1),
         }
     for home in (new, actors.home):
+        home.database.close()
+
+
+def test_a_run_whose_requests_are_blobs_goes_on_and_its_backups_are_restored(
+    database_url: str | None, tmp_path: Path
+) -> None:
+    """Rows had no `envelope` before 0003: such a submission without its request could never be audited again."""
+    actors = begin(tmp_path / "run", url=database_url)
+    body = actors.home.blobs.put(b"a body, which no test's request is")
+    with actors.home.database.write() as connection:
+        connection.execute(update(submissions).values(body=body))
+        connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN envelope")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0002'")
+    assert back_up(actors.home, tmp_path / "backup").manifest.revision == "0002"
+    names = set(referenced_blobs(tmp_path / "backup", read_manifest(tmp_path / "backup"), encode(actors.home.spec)))
+    restore(tmp_path / "backup", tmp_path / "again", wait=no_wait)
+    again = open_home(tmp_path / "again")
+    actors.home.database.migrate()
+    for home in (again, actors.home):
+        with home.database.read() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+            assert set(connection.execute(select(submissions.c.envelope)).scalars()) == {None}
+            assert set(connection.execute(select(submissions.c.request)).scalars()) <= names
+        assert all(home.blobs.path(name).exists() for name in names)  # type: ignore[attr-defined]
         home.database.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -36,13 +37,13 @@ def check(swarm: Swarm) -> list[Difference]:
     return found
 
 
-def column(swarm: Swarm, table: object, name: str) -> list[str]:
+def column(swarm: Swarm, table: object, name: str) -> list[Any]:
     with swarm.home.database.read() as connection:
         return list(connection.execute(select(table.c[name]).order_by(table.c.submission)).scalars())
 
 
 @contextmanager
-def rows_set(swarm: Swarm, table: object, name: str, values: list[str]) -> Iterator[None]:
+def rows_set(swarm: Swarm, table: object, name: str, values: list[Any]) -> Iterator[None]:
     """One column of both rows, as the block has it."""
     keys, before = column(swarm, table, "submission"), column(swarm, table, name)
 
@@ -62,9 +63,51 @@ def test_an_honest_run_has_no_difference(swarm: Swarm) -> None:
     assert check(swarm) == []
 
 
-@pytest.mark.parametrize("name", ["request", "body", "evidence"])
+@contextmanager
+def requests_as_blobs(swarm: Swarm) -> Iterator[None]:
+    """The run as of a database whose rows had no requests."""
+    requests = column(swarm, submissions, "envelope")
+    for request in requests:
+        swarm.home.blobs.put(request)
+    with rows_set(swarm, submissions, "envelope", [None] * len(requests)):
+        yield
+
+
+def test_a_signed_request_is_served_from_its_row_or_its_blob(swarm: Swarm) -> None:
+    """An auditor has to find those of a run that began before rows had them, too."""
+    requests, names = column(swarm, submissions, "envelope"), column(swarm, submissions, "request")
+
+    def served() -> list[bytes]:
+        return [swarm.peer().send("GET", f"/v1/blobs/{name}").body for name in names]
+
+    assert served() == requests
+    assert not any(swarm.home.blobs.path(name).exists() for name in names), "a file for each upload"
+    with requests_as_blobs(swarm):
+        assert served() == requests
+        assert check(swarm) == []
+
+
+def test_a_request_that_rotted_in_its_row_is_named_and_not_served(swarm: Swarm) -> None:
+    name, *_ = column(swarm, submissions, "request")
+    first, *others = column(swarm, submissions, "envelope")
+    with rows_set(swarm, submissions, "envelope", [first[:-1] + bytes([first[-1] ^ 1]), *others]):
+        (found,) = check(swarm)
+        assert swarm.peer().send("GET", f"/v1/blobs/{name}").status == 404
+    assert (found.table, found.key, found.can_repair) == ("blobs", name, False)
+
+
+@pytest.mark.parametrize("name", ["body", "evidence"])
 @pytest.mark.parametrize("damage", [lambda data: data[:-1] + bytes([data[-1] ^ 1]), None], ids=["flipped", "gone"])
 def test_a_blob_that_rotted_is_named(swarm: Swarm, name: str, damage: Callable[[bytes], bytes] | None) -> None:
+    assert_named(swarm, name, damage)
+
+
+def test_a_request_that_rotted_as_a_blob_is_named(swarm: Swarm) -> None:
+    with requests_as_blobs(swarm):
+        assert_named(swarm, "request", None)
+
+
+def assert_named(swarm: Swarm, name: str, damage: Callable[[bytes], bytes] | None) -> None:
     blob = column(swarm, submissions, name)[0]
     blobs = swarm.home.blobs
     assert isinstance(blobs, FolderBlobs)
@@ -99,7 +142,8 @@ def test_a_group_with_other_rewards_is_named(swarm: Swarm) -> None:
 
 
 def test_a_request_that_is_another_nodes_is_named(swarm: Swarm) -> None:
-    with rows_set(swarm, submissions, "request", column(swarm, submissions, "request")[::-1]):
+    names, requests = (column(swarm, submissions, name)[::-1] for name in ("request", "envelope"))
+    with rows_set(swarm, submissions, "request", names), rows_set(swarm, submissions, "envelope", requests):
         found = check(swarm)
     assert {(one.table, one.column) for one in found} == {("submissions", "request"), ("blobs", "")}
     assert sum("another run's, node's or body's request" in one.stored for one in found) == 2

@@ -185,6 +185,7 @@ def test_a_database_of_before_the_counters_is_counted_when_it_is_migrated(home: 
         assert connection.execute(select(func.count()).select_from(final_counts)).scalar_one() > 1
         final_counts.drop(connection)
         rejections.drop(connection)
+        connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN envelope")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
         upgrade(connection)
         assert rejections_in_rows(connection)

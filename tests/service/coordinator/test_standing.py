@@ -344,7 +344,7 @@ def test_a_group_left_out_undecided_may_be_submitted_again_as_it_was(actors: Act
             work.check_lease(connection, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
             == slot_id
         )
-        again = work.StoredSubmission(submission=who("again"), request=who("again"), body=body, body_bytes=1)
+        again = work.StoredSubmission(b"again", body=body, body_bytes=1)
         work.submit(connection, again, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
 
 
@@ -355,7 +355,7 @@ def test_bad_bytes_are_not_taken_again(actors: Actors, home: Home) -> None:
     with home.database.read() as connection:
         body = connection.execute(select(submissions.c.body).where(submissions.c.submission == unseen)).scalar_one()
     (lease,) = actors.lease("new", held=(1,))
-    again = work.StoredSubmission(submission=who("again"), request=who("again"), body=body, body_bytes=1)
+    again = work.StoredSubmission(b"again", body=body, body_bytes=1)
     with pytest.raises(Refusal) as caught, home.database.write() as connection:
         work.submit(connection, again, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
     assert caught.value.reason is Reason.DUPLICATE_SUBMISSION

@@ -18,11 +18,16 @@ depends_on = None
 
 _LATER = ("rejections", "final_counts")
 """Tables that the next step makes."""
+_LATER_COLUMNS = {"submissions": ("envelope",)}
+"""Columns that later steps add."""
 
 
 def upgrade() -> None:
     own = [table for table in metadata.sorted_tables if table.name not in _LATER]
     metadata.create_all(op.get_bind(), tables=own)
+    for table, columns in _LATER_COLUMNS.items():
+        for column in columns:
+            op.drop_column(table, column)
 
 
 def downgrade() -> None:
