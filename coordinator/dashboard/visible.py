@@ -12,6 +12,8 @@ from typing import Final
 
 from markupsafe import Markup, escape
 
+from node.protocol.profiles import BLANK_LETTERS
+
 MAX_MARKS: Final = 2
 """Combining marks on one character; Vietnamese and pointed Hebrew have as many."""
 
@@ -19,8 +21,6 @@ _PLAIN_BLANKS: Final = frozenset(" \n")
 _NAMED: Final = {"\n": "↵\n", "\t": "⇥", "\r": "␍", "\x00": "␀", "\x1b": "␛", "\x7f": "␡"}
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp"))
 _MARKS: Final = frozenset(("Mn", "Me", "Mc"))
-_BLANK_LETTERS: Final = frozenset("\u115f\u1160\u3164\uffa0\u2800")
-"""They have a letter's category and no shape."""
 
 
 def visible(text: str, *, most: int = 200, lines: bool = False) -> str:
@@ -56,7 +56,7 @@ def _shown(character: str, *, lines: bool) -> str:
     if character in _NAMED:
         return _NAMED[character]
     blank = character.isspace() and character not in _PLAIN_BLANKS
-    if blank or character in _BLANK_LETTERS or unicodedata.category(character) in _HIDDEN:
+    if blank or character in BLANK_LETTERS or unicodedata.category(character) in _HIDDEN:
         return f"⟨U+{ord(character):04X}⟩"
     return character
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import UnsetType
 
 from coordinator.run.descriptors import NO_CONTACTS, Contacts, Descriptors
 from coordinator.run.health import Health, read_health
@@ -45,6 +46,7 @@ from node.protocol.messages import (
     RequestClaim,
 )
 from node.protocol.notes import Note
+from node.protocol.profiles import check_nickname
 from node.protocol.reasons import Reason, Refusal
 from shardcast.envelope import seal
 from shardcast.wire import derive, digest, encode, is_digest
@@ -114,7 +116,11 @@ class Coordinator:
             yield connection
 
     def register(self, connection: Connection, node: str, registration: Registration, *, now: float) -> None:
-        """Register a node, or refresh its registration; raises Refusal for a new key that may not join."""
+        """Register a node, or refresh its registration; raises Refusal for a new key that may not join, or a nickname
+        that is none.
+        """
+        if not isinstance(registration.nickname, UnsetType):
+            check_nickname(registration.nickname)
         locks.leasing(connection)  # new keys one at a time: each counts those before it
         if not nodes.is_registered(connection, node):
             self._membership.check(connection, node, registration, now=now)

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import UNSET
 from sqlalchemy import Connection, select
 
 from coordinator.errors import StorageFault
-from coordinator.storage import derived_rows, stakes, standing, work
+from coordinator.storage import derived_rows, profiles, stakes, standing, work
 from coordinator.storage.progress import progress
 from coordinator.storage.schema import nodes
 from node.client.http import printable
@@ -164,6 +165,7 @@ def standing_report(
     account, of_slots = logged.account, logged.account.standing
     banned, over = of_slots.is_banned(spec.standing), progress(connection).is_over(spec)
     stake = stakes.held(connection, node)
+    said = profiles.list_of(connection, [node])[node]
     in_part = stake >= spec.standing.stake and not over
     return NodeStanding(
         node=node,
@@ -187,4 +189,6 @@ def standing_report(
         wait_seconds=0.0 if row is None else standing.backoff_seconds(row.not_before, batch=spec.batch, now=now),
         full_rate=of_slots.full_rate(spec.standing) if in_part else 1.0,
         rejections=tuple(logged.rejections),
+        nickname=said.nickname or UNSET,
+        hardware=said.hardware or UNSET,
     )

@@ -8,7 +8,7 @@ from typing import Final
 
 from sqlalchemy import Connection, bindparam, func, insert, literal, select, tuple_, update
 
-from coordinator.storage import instances, locks
+from coordinator.storage import instances, locks, profiles
 from coordinator.storage.schema import nodes
 from coordinator.storage.standing import is_unproven
 from node.protocol.messages import Registration
@@ -51,6 +51,7 @@ def register(connection: Connection, node: str, registration: Registration, *, n
     columns |= {"software": registration.software, "engine": registration.engine, "seen_at": now}
     if connection.execute(_SAME_NODE, columns | {"of_node": node}).rowcount == 0:
         connection.execute(_NEW_NODE, columns | {"node": node, "registered_at": now})
+    profiles.replace(connection, node, registration)
 
 
 def is_registered(connection: Connection, node: str) -> bool:

@@ -114,6 +114,18 @@ nodes = Table(
     Index(None, "strikes"),
 )
 
+profiles = Table(
+    "profiles",
+    metadata,
+    Column("node", Text, ForeignKey("nodes.node"), primary_key=True),
+    Column("nickname", Text, nullable=False),
+    # What a search compares.
+    Column("folded", Text, nullable=False, index=True),
+    Column("device", Text, nullable=False),
+    Column("engine", Text, nullable=False),
+    Column("dtype", Text, nullable=False),
+)
+
 descriptors = Table(
     "descriptors",
     metadata,

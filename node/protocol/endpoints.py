@@ -226,7 +226,7 @@ REGISTER: Final = Endpoint[Registration, Empty](
     body=Registration,
     max_body_bytes=MAX_MESSAGE_BYTES,
     reply=Empty,
-    refusals=(*_SIGNED, *_MEMBERSHIP, Reason.KEY_IN_USE),
+    refusals=(*_SIGNED, *_MEMBERSHIP, Reason.BAD_NICKNAME, Reason.KEY_IN_USE),
 )
 PUZZLE: Final = Endpoint[None, Puzzle](
     method="GET",

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from node.protocol.admission import Figures, Finding, Outcome, Verdict
 from node.protocol.evidence import Totals
 from node.protocol.membership import MAX_INVITE_ENVELOPE_BYTES, ProofOfWork
+from node.protocol.profiles import Hardware
 from node.protocol.reasons import Reason
 from node.protocol.run import Url
 from node.protocol.slots import MOST_CANDIDATES
@@ -71,7 +72,8 @@ class Registration(Wire, frozen=True):
     """Registration of a node; its key is the request's signer.
 
     `instance` distinguishes machines with the same key, `name` is this machine's host name. `invite` and `work` are
-    what a new key shows where the run asks for it (section 3.7), and left out elsewhere.
+    what a new key shows where the run asks for it (section 3.7), and left out elsewhere. `nickname` and `hardware` are
+    what the run's pages show of the node, left out where it does not say (section 3.8).
     """
 
     software: Text
@@ -80,6 +82,8 @@ class Registration(Wire, frozen=True):
     name: Text
     invite: InviteBytes | UnsetType = UNSET
     work: ProofOfWork | UnsetType = UNSET
+    nickname: Text | UnsetType = UNSET
+    hardware: Hardware | UnsetType = UNSET
 
 
 class ReceivedFrom(Wire, frozen=True):
@@ -167,7 +171,7 @@ class NodeStanding(Wire, frozen=True):
     never will. `wait_seconds` is for how long it gets no lease, `most_slots` how many it may have afterwards: `leases`
     and submissions without a verdict (`unjudged`) together, 0 if it gets none at all. `full_rate` is the probability
     that all of its next slot is measured. `banned_at` is null unless it is banned. `rejections` are the last ones, the
-    newest first.
+    newest first. `nickname` and `hardware` are what the node says of itself, left out where it does not.
     """
 
     node: PublicKey
@@ -191,6 +195,8 @@ class NodeStanding(Wire, frozen=True):
     wait_seconds: Annotated[float, Meta(ge=0)]
     full_rate: Annotated[float, Meta(ge=0, le=1)]
     rejections: Annotated[tuple[Rejection, ...], Meta(max_length=MAX_REJECTIONS)]
+    nickname: Text | UnsetType = UNSET
+    hardware: Hardware | UnsetType = UNSET
 
 
 class UploadRequest(Wire, frozen=True):

@@ -155,6 +155,13 @@ class Reason(StrEnum):
         _NOTHING,
         403,
     )
+    BAD_NICKNAME = (
+        "bad_nickname",
+        "A nickname has 1 to 32 letters, digits, single spaces and . _ - in NFC; send another, or none.",
+        "The coordinator does not take this node's nickname.",
+        "Give another --nickname, or none.",
+        400,
+    )
     FOREIGN_LEASE = (
         "foreign_lease",
         "This lease belongs to another node; submit only work leased to this key.",

@@ -75,6 +75,7 @@ from node.protocol.merkle import completed_nodes, consistency_proof, inclusion_p
 from node.protocol.notes import KeyKind, VerifierKey, cosign_text, join_note, parse_note
 from node.protocol.peers import Address, Invitation, PeerRecord, peer_id_of, sign_peer
 from node.protocol.pools import candidates, first_candidate, slot_pool
+from node.protocol.profiles import Hardware, check_nickname
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import sign_request
 from node.protocol.run import (
@@ -219,10 +220,59 @@ def log_entries() -> list[m.LogEntry]:
     ]
 
 
+NICKNAMES = (
+    *(
+        "a",
+        "Zo\u00eb 7",
+        "a.b_c-d",
+        "\u05d3\u05d5\u05d3",
+        "\u6771\u4eac",
+        "0" * 32,
+        "\u0667",
+        "0" * 33,
+        "",
+        " a",
+        "a ",
+        "a  b",
+    ),
+    *(
+        "<b>",
+        "a&b",
+        "a\nb",
+        "a\u00a0b",
+        "a\u00adb",
+        "a\u200bb",
+        "a\u202eb",
+        "\u3164",
+        "\u2800",
+        "\u212b",
+        "e\u0301",
+        "\u00bd",
+        "\u2167",
+    ),
+)
+
+
+def _is_nickname(text: str) -> bool:
+    try:
+        check_nickname(text)
+    except Refusal:
+        return False
+    return True
+
+
 def wire_vectors() -> dict[str, Any]:
     """Section 1: canonical values, digests, key derivation, envelopes."""
     values: list[msgspec.Struct] = [
         m.Registration(software="swarmproof 0.1.0", engine="torch", instance="0f" * 16, name="gpu-7"),
+        m.Registration(
+            software="swarmproof 0.1.0",
+            engine="vllm",
+            instance="0f" * 16,
+            name="gpu-7",
+            nickname="Zo\u00eb 7",
+            hardware=Hardware(device="2 x NVIDIA H200", engine="vllm 0.32.0", dtype="bfloat16"),
+        ),
         m.RelayAnnouncement(
             url="http://relay.example:8001",
             received=(m.ReceivedFrom(url="http://origin.example:8000", bytes_per_s=25_000_000),),
@@ -301,6 +351,7 @@ def wire_vectors() -> dict[str, Any]:
                 ("swarmproof/1 test", (b"a", b"b")),
             )
         ],
+        "nicknames": [{"text": text, "is_one": _is_nickname(text)} for text in NICKNAMES],
         "envelope": {
             "private_key": NODE_KEY.hex(),
             "public_key": _public(NODE_KEY),

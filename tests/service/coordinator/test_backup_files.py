@@ -150,6 +150,7 @@ def test_a_run_whose_requests_are_blobs_goes_on_and_its_backups_are_restored(
     with actors.home.database.write() as connection:
         connection.execute(update(submissions).values(body=body))
         connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN envelope")
+        connection.exec_driver_sql("DROP TABLE profiles")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0002'")
     assert back_up(actors.home, tmp_path / "backup").manifest.revision == "0002"
     names = set(referenced_blobs(tmp_path / "backup", read_manifest(tmp_path / "backup"), encode(actors.home.spec)))

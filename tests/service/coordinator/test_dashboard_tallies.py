@@ -19,6 +19,7 @@ from coordinator.storage.schema import (
     final_counts,
     leases,
     nodes,
+    profiles,
     rejections,
     slots,
     steps,
@@ -186,6 +187,7 @@ def test_a_database_of_before_the_counters_is_counted_when_it_is_migrated(home: 
         final_counts.drop(connection)
         rejections.drop(connection)
         connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN envelope")
+        profiles.drop(connection)
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
         upgrade(connection)
         assert rejections_in_rows(connection)

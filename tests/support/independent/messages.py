@@ -5,6 +5,8 @@ Ranges of RunSpec are those of docs/run-toml.md.
 
 from __future__ import annotations
 
+import unicodedata
+
 from .chat import CHAT_FORMAT
 from .peers import PEER_ADDRESS
 from .values import (
@@ -252,6 +254,20 @@ REQUEST_CLAIM = Record(
         "nonce": NONCE,
     }
 )
+LETTERS_WITHOUT_A_SHAPE = "\u115f\u1160\u2800\u3164\uffa0"
+
+
+def is_nickname(value: str) -> bool:
+    """Whether a string is a nickname (3.8)."""
+    named = all(
+        char in " ._-" or (unicodedata.category(char) in "Lu Ll Lt Lm Lo Nd" and char not in LETTERS_WITHOUT_A_SHAPE)
+        for char in value
+    )
+    spaced = value == value.strip(" ") and "  " not in value
+    return 1 <= len(value) <= 32 and named and spaced and unicodedata.is_normalized("NFC", value)
+
+
+HARDWARE = Record(dict.fromkeys(("device", "engine", "dtype"), matching("[A-Za-z0-9 ._()/+,:-]{1,64}")))
 REGISTRATION = Record(
     {
         "software": TEXT,
@@ -260,8 +276,10 @@ REGISTRATION = Record(
         "name": TEXT,
         "invite": binary(1536),
         "work": Record({"salt": DIGEST, "counter": COUNT}),
+        "nickname": Scalar(lambda value: isinstance(value, str) and is_nickname(value)),
+        "hardware": HARDWARE,
     },
-    frozenset({"invite", "work"}),
+    frozenset({"invite", "work", "nickname", "hardware"}),
 )
 RECEIVED_FROM = Record({"url": PLAIN_URL, "bytes_per_s": COUNT})
 RELAY_ANNOUNCEMENT = Record({"url": PLAIN_URL, "received": ArrayOf(RECEIVED_FROM, 32), "version": OrNull(COUNT)})
@@ -302,7 +320,10 @@ NODE_STANDING = Record(
         "wait_seconds": FLOAT,
         "full_rate": FLOAT,
         "rejections": ArrayOf(REJECTION, 10),
-    }
+        "nickname": TEXT,
+        "hardware": HARDWARE,
+    },
+    frozenset({"nickname", "hardware"}),
 )
 UPLOAD_REQUEST = Record({"body": DIGEST, "body_bytes": COUNT, "sha256": DIGEST})
 UPLOAD_REPLY = Record({"url": matching("[!-~]{0,4096}"), "expires_at": COUNT})

@@ -92,10 +92,12 @@ def test_messages(value: dict[str, str]) -> None:
             decode(kind, other, max_bytes=2**16)
 
 
-def test_floats_derivations_and_envelopes() -> None:
+def test_floats_nicknames_derivations_and_envelopes() -> None:
     wire = vectors("wire")
     for case in wire["floats"]:
         assert write_float(float.fromhex(case["float64_hex"])) == case["canonical"]
+    for case in wire["nicknames"]:
+        assert messages.is_nickname(case["text"]) == case["is_one"], case
     for case in wire["derive"]:
         assert derive(case["context"], *map(bytes.fromhex, case["parts"])).hex() == case["output"]
     case = wire["envelope"]

@@ -18,7 +18,7 @@ from coordinator.storage import log
 from node.discovery import descriptor as board
 from node.discovery import peer_book
 from node.joining import session as joining
-from node.protocol import control, membership, messages, peers
+from node.protocol import control, membership, messages, peers, profiles
 from node.protocol.admission import DRIFT, Figures, Finding, limit_of
 from node.protocol.endpoints import ENDPOINTS, LOG_ENTRIES
 from node.protocol.evidence import STATISTICS, Totals
@@ -148,7 +148,7 @@ MESSAGES = [
     messages.LeaseReply,
     messages.Lease,
 ]
-MESSAGES += [membership.Puzzle, membership.ProofOfWork]
+MESSAGES += [membership.Puzzle, membership.ProofOfWork, profiles.Hardware]
 MESSAGES += [messages.NodeStanding, messages.Rejection, messages.SubmissionReply, messages.ErrorReply]
 
 

@@ -16,8 +16,8 @@ branch_labels = None
 depends_on = None
 
 
-_LATER = ("rejections", "final_counts")
-"""Tables that the next step makes."""
+_LATER = ("rejections", "final_counts", "profiles")
+"""Tables that later steps make."""
 _LATER_COLUMNS = {"submissions": ("envelope",)}
 """Columns that later steps add."""
 
