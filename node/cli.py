@@ -48,6 +48,7 @@ from node.commands.options import (
     threads_option,
 )
 from node.commands.peer import peer
+from node.commands.profile_options import profile_options
 from node.commands.receipt import receipt
 from node.commands.serving_options import server_limits, serving, serving_options, worker_serving_options
 from node.commands.status import status
@@ -151,6 +152,7 @@ _STATE = state_option()
 )
 @json_option("Events on stdout, one JSON object a line, instead of a view.")
 @invite_option
+@profile_options
 @control_options
 @worker_serving_options
 @metrics_options
@@ -166,6 +168,8 @@ def worker(
     allow_environments: bool,
     as_json: bool,
     invite: bytes | None,
+    nickname: str | None,
+    hardware: bool,
     control: frozenset[Purpose],
     serve: str | None,
     public_url: str | None,
@@ -217,6 +221,8 @@ def worker(
                 server_limits=limits,
                 control=control,
                 invite=invite,
+                nickname=nickname,
+                shows_hardware=hardware,
             )
             make_engine = engine_maker(engine, state=folder, **options)
             probe = StatusProbe(observer)

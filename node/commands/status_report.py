@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, UnsetType
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -66,7 +66,11 @@ class StatusLine:
 
 def lines_of(standing: NodeStanding, rules: StandingSpec) -> list[StatusLine]:
     """Render everything about the node but its rejections."""
-    said = [StatusLine("node", standing.node), StatusLine("standing", _standing(standing), _style(standing))]
+    nickname = "" if isinstance(standing.nickname, UnsetType) else f" ({standing.nickname})"
+    said = [
+        StatusLine("node", f"{standing.node}{nickname}"),
+        StatusLine("standing", _standing(standing), _style(standing)),
+    ]
     if standing.known:
         said += [StatusLine("credit", _credit(standing)), StatusLine("verdicts", _verdicts(standing))]
     if rules.stake:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from node.policy.file import Blueprint
+from node.protocol.profiles import Hardware
 from node.protocol.run import RunSpec, SamplingSpec
 from node.protocol.slots import SEED_BYTES
 from node.protocol.submission import Expected, Rollout
@@ -106,6 +107,9 @@ class Engine(Protocol):
     @property
     def policy(self) -> Blueprint:
         """The loaded policy without its weights; raises NoPolicy when `version` is None."""
+
+    async def hardware(self) -> Hardware:
+        """Return what it computes on, as the run's pages show it; anything may be raised where that cannot be told."""
 
     async def load(self, path: Path, *, version: int) -> None:
         """Load the policy in `path`; every later token is drawn from it, also in running completions.

@@ -37,6 +37,7 @@ from node.engines.turns import converse
 from node.policy.file import Policy, read_blueprint
 from node.policy.memory import free_memory
 from node.policy.models.base import RecurrentForCausalLM
+from node.protocol.profiles import Hardware, hardware_of
 from node.protocol.run import RunSpec, SamplingSpec
 from node.protocol.submission import Rollout
 from node.sampling.forced import choose, warm_up
@@ -87,6 +88,11 @@ class TorchEngine:
         if loaded is None:
             raise NoPolicy("no policy is loaded yet")
         return loaded.policy
+
+    async def hardware(self) -> Hardware:
+        on_gpu = self._device.type == "cuda"
+        device = await asyncio.to_thread(torch.cuda.get_device_name, self._device) if on_gpu else "CPU"
+        return hardware_of(device, f"torch {torch.__version__}", self._spec.model.dtype)
 
     async def load(self, path: Path, *, version: int) -> None:
         # Open until its weights are read: its owner deletes it when the next policy is there.

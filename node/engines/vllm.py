@@ -31,6 +31,7 @@ from node.engines.turns import converse, merge_pieces
 from node.engines.vllm_host import VllmHost, describe_error
 from node.engines.vllm_settings import VllmSettings
 from node.policy.file import Blueprint
+from node.protocol.profiles import Hardware
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
 
@@ -66,6 +67,9 @@ class VllmEngine:
     @property
     def policy(self) -> Blueprint:
         return self._host.policy
+
+    async def hardware(self) -> Hardware:
+        return await self._host.hardware()
 
     async def load(self, path: Path, *, version: int) -> None:
         await self._host.load(path, version=version)

@@ -27,6 +27,7 @@ from node.engines.vllm_settings import VllmSettings, make_plan
 from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import Blueprint
 from node.policy.reading import inspect_once
+from node.protocol.profiles import Hardware, hardware_of
 from node.protocol.run import RunSpec
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,11 @@ class VllmHost:
         finally:
             task.cancel()
             ended.cancel()
+
+    async def hardware(self) -> Hardware:
+        """Return what vLLM computes on here, as `Engine.hardware`; imports a part of it, and starts nothing."""
+        _set_environment(self._settings)
+        return await asyncio.to_thread(_hardware, self._settings, self._spec)
 
     # -- policies
 
@@ -311,6 +317,14 @@ def _import_vllm() -> tuple[Any, Any, Any]:
     engine = importlib.import_module("vllm.v1.engine.async_llm")
     arguments = importlib.import_module("vllm.engine.arg_utils")
     return platforms.current_platform, engine.AsyncLLM.from_engine_args, arguments.AsyncEngineArgs
+
+
+def _hardware(settings: VllmSettings, spec: RunSpec) -> Hardware:
+    # It asks the driver's library: initialising CUDA in this process would take memory from vLLM's own.
+    platform = importlib.import_module("vllm.platforms").current_platform
+    device, gpus = "CPU" if platform.is_cpu() else str(platform.get_device_name()), settings.tensor_parallel_size
+    version = importlib.import_module("vllm").__version__
+    return hardware_of(f"{gpus} x {device}" if gpus > 1 else device, f"vllm {version}", spec.model.dtype)
 
 
 def _set_environment(settings: VllmSettings) -> None:

@@ -64,7 +64,8 @@ class WorkerSettings:
     `threads` check and compute policies; None takes every core.
     `once` ends it after the receipts of the first slots. With `serving` it serves the policies that it fetches.
     `control` lists the purposes that the run's operator may use. `invite` is an invite's envelope, for a run that takes
-    new nodes by invite. `allow_environments` installs the packages that the run's environments are in.
+    new nodes by invite. `allow_environments` installs the packages that the run's environments are in. The run's pages
+    show `nickname`, and with `shows_hardware` what the engine computes on.
     """
 
     join: JoinSettings
@@ -79,6 +80,8 @@ class WorkerSettings:
     control: frozenset[Purpose] = FREE_PURPOSES
     backoff: Backoff = DEFAULT_BACKOFF
     invite: bytes | None = field(default=None, repr=False)
+    nickname: str | None = None
+    shows_hardware: bool = True
 
 
 async def run_worker(
@@ -159,6 +162,7 @@ class Worker:
             key=key,
             engine=engine.name,
             folder=state.folder,
+            nickname=settings.nickname,
             invite=settings.invite,
             backoff=backoff,
             changed=changed,
@@ -210,6 +214,8 @@ class Worker:
                 background = [group.create_task(task) for task in tasks]
                 with contextlib.suppress(Stopped), self._control.listening():
                     self._doing = "introducing this node to the coordinator"
+                    if self._settings.shows_hardware:
+                        self._registrar.hardware = await race(self._host.hardware(), stop)
                     await race(self._registrar.register_until_known(), stop)
                     background += map(group.create_task, (self._standing.follow(), report_serving()))
                     await self._work(stop)
@@ -378,7 +384,7 @@ class Worker:
             "coordinator": self._client.url,
             "coordinator_away": self._client.away,
             "doing": self._registrar.doing or self._doing,
-            "dismissed": None if self._registrar.dismissal is None else str(self._registrar.dismissal),
+            **self._registrar.status(),
             "run_is_over": self._leases.is_over,
             "draining": self._control.draining,
             **figures(

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from msgspec import UNSET, UnsetType
+
 from node.engines.base import BrokenPolicy, DoesNotFit, Engine, EngineError, SampleRequest, requests_for
 from node.environments import NO_DATASETS, check_replies, load_environments, missing_environments
 from node.environments.base import EnvironmentFault
@@ -22,6 +24,7 @@ from node.policy.errors import PolicyError, UnreadablePolicy
 from node.protocol.challenge import CHALLENGE_SLOT, challenge_manifest, challenge_spec, fits
 from node.protocol.control import AskChallenge, ChallengeBody
 from node.protocol.messages import Lease, candidate_of
+from node.protocol.profiles import Hardware
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.protocol.submission import Expected, Rollout, check_rollouts
@@ -73,6 +76,14 @@ class EngineHost:
     async def use_datasets(self, datasets: Mapping[str, Path]) -> None:
         """Draw problems from these files from now on, verified once more; raises as `load_environments`."""
         self._environments = await asyncio.to_thread(load_environments, self._spec, datasets, some=True)
+
+    async def hardware(self) -> Hardware | UnsetType:
+        """Return what the engine says that it computes on; unset where it cannot tell, which keeps nobody from work."""
+        try:
+            return await self._engine.hardware()
+        except Exception as error:  # noqa: BLE001  (a driver's library may raise anything)
+            log.info("The run's pages will not show this machine's hardware, which cannot be told: %s", error)
+            return UNSET
 
     @property
     def lacks(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from node.joining.session import RunSession
 from node.keys.identity import node_id
 from node.protocol.membership import MAX_BITS, ProofOfWork
 from node.protocol.messages import Registration
+from node.protocol.profiles import Hardware
 from node.protocol.reasons import Reason
 from node.protocol.run import RunSpec
 from node.worker.complaints import WarnOnce
@@ -46,6 +47,7 @@ FINAL: Final = (
     Reason.EXPIRED_INVITE,
     Reason.FOREIGN_INVITE,
     Reason.SPENT_INVITE,
+    Reason.BAD_NICKNAME,
 )
 """Refusals of a registration that no retry changes."""
 
@@ -53,8 +55,9 @@ FINAL: Final = (
 class Registrar:
     """Registers one instance of a node: that of the state `folder`.
 
-    `dismissal` is the final refusal: the node is banned, its key is in use elsewhere, or its invite does not let it in.
-    `changed` is set with it. `invite` is shown to a run that takes new keys by invite, and to no other.
+    `dismissal` is the final refusal: the node is banned, its key is in use elsewhere, its nickname is none, or its
+    invite does not let it in. `changed` is set with it. `invite` is shown to a run that takes new keys by invite alone.
+    Each registration tells the run's pages `nickname` and `hardware`, as they are then.
     """
 
     def __init__(
@@ -64,11 +67,14 @@ class Registrar:
         key: Ed25519PrivateKey,
         engine: str,
         folder: Path,
+        nickname: str | None,
         invite: bytes | None,
         backoff: Backoff,
         changed: asyncio.Event,
     ) -> None:
         self.dismissal: Refused | None = None
+        self.nickname = nickname
+        self.hardware: Hardware | UnsetType = UNSET
         self.instance = load_instance(folder)
         self._client, spec = session.client, session.descriptor.spec
         self._engine = engine
@@ -92,6 +98,14 @@ class Registrar:
     def doing(self) -> str:
         """What registering takes now, "" if it is nothing but the request."""
         return self._solver.doing
+
+    def status(self) -> dict[str, str | None]:
+        """Return its part of the worker's status: why it was dismissed, and what it tells of itself."""
+        return {
+            "dismissed": None if self.dismissal is None else str(self.dismissal),
+            "nickname": self.nickname,
+            "hardware": None if isinstance(self.hardware, UnsetType) else str(self.hardware),
+        }
 
     async def register(self) -> None:
         """Register once, with a proof of work if one is asked for, retrying while the coordinator is away.
@@ -120,6 +134,8 @@ class Registrar:
             name=self.instance.name,
             invite=self._invite,
             work=work,
+            nickname=self.nickname or UNSET,
+            hardware=self.hardware,
         )
 
     async def register_until_known(self) -> None:

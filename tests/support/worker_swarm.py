@@ -269,9 +269,9 @@ class Swarm(Serving):
             make_engine = TorchEngine if produce is None else producing(produce)
         await run_worker(settings, key=NODE_KEY, make_engine=make_engine, stop=stop)
 
-    async def work_once(self):
+    async def work_once(self, **changes):
         """The first slots, with their receipts."""
-        await asyncio.wait_for(self.work(asyncio.Event(), once=True), SECONDS)
+        await asyncio.wait_for(self.work(asyncio.Event(), once=True, **changes), SECONDS)
 
     @asynccontextmanager
     async def working(self, **changes):

@@ -109,6 +109,8 @@ def _entries(frame: Frame, width: int) -> Iterator[_Entry]:
     if width >= 80:
         run.append(f"   node {frame.node[:16]}…", "dim")
     yield _Entry("run", run if status else Text(f"{frame.run_id[:16]}…", "dim"), 8)
+    if said := _profile(status):
+        yield _Entry("shown as", Text(said), 8)
     yield _Entry("coordinator", _coordinator(frame), 6)
     yield _Entry("now", _now(frame), 0)
     if status.get("broadcast"):
@@ -130,6 +132,11 @@ def _entries(frame: Frame, width: int) -> Iterator[_Entry]:
         style = "bold red" if said["banned"] else "yellow" if said["strikes"] else ""
         yield _Entry("standing", Text(standing_line(said), style), 6)
     yield _Entry("page", Text(printable(page_of(str(status["coordinator"]), frame.node))), 8)
+
+
+def _profile(status: Mapping[str, Any]) -> str:
+    """Return what the run's pages show of this node beside its id, "" for nothing."""
+    return ": ".join(said for said in (status.get("nickname"), status.get("hardware")) if said)
 
 
 def _title(frame: Frame, width: int) -> Text:

@@ -117,8 +117,10 @@ def test_the_picture_fits_the_terminal_and_keeps_what_matters_most(columns, line
 
 
 def test_a_large_terminal_shows_all_of_it_and_reasons_in_plain_words():
-    text = " ".join(" ".join(plain(drawn(110, 60))).split())
+    told = {"nickname": "Ada", "hardware": "CPU, torch 2.13.0, float32"}
+    text = " ".join(" ".join(plain(drawn(110, 60, **told))).split())
     for expected in (
+        "shown as Ada: CPU, torch 2.13.0, float32",
         "arithmetic abababababababab… node cdcdcdcdcdcdcdcd…",
         "http://192.0.2.1:8700 and 1 other",
         "generating 4 slots with policy 3; uploading 1 slot",

@@ -56,6 +56,10 @@ def test_a_node_that_lost_its_trust_reads_how_near_a_ban_is() -> None:
     assert "2 of the 3 rejections that end in a ban" in text
 
 
+def test_a_nickname_stands_beside_the_id() -> None:
+    assert said(structs.replace(STANDING, nickname="Ada"))["node"] == f"{STANDING.node} (Ada)"
+
+
 def test_credit_says_what_may_still_be_lost() -> None:
     assert said(STANDING)["credit"] == "12,345 tokens vested."
     text = said(structs.replace(STANDING, unvested=64, void=7))["credit"]
