@@ -10,7 +10,7 @@ from typing import Final
 from coordinator.dashboard.formatting import name_of
 from coordinator.dashboard.listed import ROWS, SubmissionLine, environments_of, lines_of
 from coordinator.run.home import Home
-from coordinator.storage import listings
+from coordinator.storage import listings, profiles
 from coordinator.storage.database import Connection
 from coordinator.storage.listings import ListedSubmission
 from node.protocol.admission import Outcome
@@ -22,7 +22,7 @@ MOST_BY_ENVIRONMENT: Final = 1_000
 
 HOW: Final = (
     "An id or its beginning, as it is shown (7d82…fa65) or whole; a slot (3/17); step 12; a reason (wrong token); "
-    "rejected or undecided; reward 0.5, reward > 0.8; or an environment's name."
+    "rejected or undecided; reward 0.5, reward > 0.8; an environment's name; or a node's nickname."
 )
 _ID: Final = re.compile(r"(?P<beginning>[0-9a-f]{1,64})(?:(?:…|\.{2,3})(?P<ending>[0-9a-f]{0,64}))?")
 _SLOT: Final = re.compile(r"(?:slot )?(?P<version>[0-9]{1,9})/(?P<slot>[0-9]{1,15})")
@@ -38,10 +38,10 @@ _SHOWN: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search has found: nodes by id, and submissions; `where` says what was looked at."""
+    """What a search has found: nodes' nicknames by their ids, and submissions; `where` says what was looked at."""
 
     query: str
-    nodes: Sequence[str]
+    nodes: Mapping[str, str]
     submissions: Sequence[SubmissionLine]
     where: str
 
@@ -50,28 +50,37 @@ class Found:
         """The path of the page that was meant, where only one can be."""
         if len(self.nodes) + len(self.submissions) != 1:
             return None
-        return f"/nodes/{self.nodes[0]}" if self.nodes else f"/submissions/{self.submissions[0].row.submission}"
+        if self.nodes:
+            return f"/nodes/{next(iter(self.nodes))}"
+        return f"/submissions/{self.submissions[0].row.submission}"
 
 
 def find(connection: Connection, text: str, *, home: Home) -> Found:
     """Find what `text` names, at most ROWS of each kind; nothing is found for text that names nothing."""
     query = " ".join(text.lower().replace("_", " ").split())[:MOST_QUERY]
-    kinds: Sequence[tuple[re.Pattern[str], str, Callable[[re.Match[str]], Sequence[ListedSubmission]]]] = (
+    rows, where, nodes = _named(connection, query, home=home)
+    nodes = [*nodes, *profiles.nodes_called(connection, text[:MOST_QUERY], most=ROWS)]
+    said = profiles.list_of(connection, list(dict.fromkeys(nodes))[:ROWS])
+    called = {node: profile.nickname for node, profile in said.items()}
+    return Found(query, called, lines_of(connection, rows, home=home), where)
+
+
+def _named(connection: Connection, query: str, *, home: Home) -> tuple[list[ListedSubmission], str, list[str]]:
+    """Return the submissions that the query names, where they were looked for, and the nodes whose ids it names."""
+    kinds: Sequence[tuple[re.Pattern[str], str, Callable[[re.Match[str]], list[ListedSubmission]]]] = (
         (_SLOT, "all submissions for this slot", lambda it: _of_slot(connection, it)),
         (_STEP, "the submissions that the step was trained on", lambda it: _of_step(connection, it)),
         (_REWARD, "the newest submissions", lambda it: _by_reward(connection, it)),
     )
     for pattern, where, read in kinds:
         if (it := pattern.fullmatch(query)) is not None:
-            return Found(query, (), lines_of(connection, read(it), home=home), where)
+            return read(it), where, []
     it = _ID.fullmatch(query)
     if it is not None and len(it["beginning"]) + len(it["ending"] or "") >= _LEAST_DIGITS:
         ends = it["beginning"], it["ending"] or ""
-        nodes = listings.nodes_by_id(connection, *ends, most=ROWS)
         rows = listings.submissions_by_id(connection, *ends, most=ROWS)
-        return Found(query, nodes, lines_of(connection, rows, home=home), "the ids that begin or end so")
-    rows, where = _by_name(connection, query, home=home)
-    return Found(query, (), lines_of(connection, rows, home=home), where)
+        return rows, "the ids that begin or end so", listings.nodes_by_id(connection, *ends, most=ROWS)
+    return *_by_name(connection, query, home=home), []
 
 
 def _of_slot(connection: Connection, it: re.Match[str]) -> list[ListedSubmission]:

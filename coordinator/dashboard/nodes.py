@@ -10,7 +10,8 @@ from coordinator.dashboard.formatting import minute, number
 from coordinator.dashboard.listed import ROWS, SubmissionLine, lines_of
 from coordinator.dashboard.series import Picture, picture_of
 from coordinator.run.service import Coordinator
-from coordinator.storage import counters, listings, nodes
+from coordinator.storage import counters, listings, nodes, profiles
+from coordinator.storage.profiles import NodeProfile
 from coordinator.storage.tallies import DAY
 from node.commands.status_report import StatusLine
 from node.commands.status_report import lines_of as standing_lines
@@ -33,6 +34,7 @@ class NodeView:
     word: str
     said: Sequence[StatusLine]
     engine: str
+    profile: NodeProfile
     registered_at: float
     seen_at: float
     credit: Picture | None
@@ -54,6 +56,7 @@ def read_node(coordinator: Coordinator, node: str, *, outcome: str, before: int 
         judged = listings.judged_of_node(connection, node, outcomes=wanted, before=before, most=ROWS + 1)
         waiting = [] if outcome or before else listings.unjudged_of_node(connection, node, most=ROWS)
         counted = counters.rejections_of(connection, [node]).get(node, {}) if row.rejected else {}
+        profile = profiles.list_of(connection, [node])[node]
         credit = listings.credit_of(connection, node)
         view_lines = lines_of(connection, judged[:ROWS], home=home), lines_of(connection, waiting, home=home)
     standing = coordinator.standing(node, now=now)
@@ -62,6 +65,7 @@ def read_node(coordinator: Coordinator, node: str, *, outcome: str, before: int 
         word=Standing(standing.verified, standing.strikes).word(home.spec.standing),
         said=[one for one in standing_lines(standing, home.spec.standing) if one.name != "node"],
         engine=row.engine,
+        profile=profile,
         registered_at=row.registered_at,
         seen_at=row.seen_at,
         credit=_credit_picture(credit, whole=row.tokens, now=now),

@@ -7,9 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.storage import nodes
+from coordinator.storage import nodes, profiles
 from coordinator.storage.database import Connection
 from coordinator.storage.nodes import ORDERS, NodeRow
+from coordinator.storage.profiles import NodeProfile
 from coordinator.storage.standing import backoff_seconds
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
@@ -36,9 +37,14 @@ class TableQuery:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """A worker; `today` are the tokens admitted today, None where the order is another."""
+    """A worker; `today` are the tokens admitted today, None where the order is another.
+
+    `nickname` and `device` are "" where it does not say.
+    """
 
     node: str
+    nickname: str
+    device: str
     engine: str
     state: str
     said: str
@@ -97,7 +103,11 @@ def read_workers(
         rows = nodes.list_by_prefix(connection, query.find, after=after, most=ROWS + 1)
     else:
         rows = nodes.list_by(connection, query.sort, after=query.after, most=ROWS + 1)
-    shown = [_worker(row, spec=spec, at_work=at_work, today=today.get(row.node), now=now) for row in rows[:ROWS]]
+    said = profiles.list_of(connection, [row.node for row in rows[:ROWS]])
+    shown = [
+        _worker(row, said[row.node], spec=spec, at_work=at_work, today=today.get(row.node), now=now)
+        for row in rows[:ROWS]
+    ]
     last = rows[ROWS - 1] if len(rows) > ROWS else None
     return WorkerTable(query, shown, "" if last is None else f"{_value(last, query.sort)}:{last.node}")
 
@@ -106,10 +116,14 @@ def _value(row: NodeRow, sort: str) -> str:
     return {"credit": str(row.tokens), "seen": repr(row.seen_at), "rejected": str(row.rejected)}[sort]
 
 
-def _worker(row: NodeRow, *, spec: RunSpec, at_work: Collection[str], today: int | None, now: float) -> WorkerRow:
+def _worker(
+    row: NodeRow, profile: NodeProfile, *, spec: RunSpec, at_work: Collection[str], today: int | None, now: float
+) -> WorkerRow:
     state, said = _state(row, spec=spec, at_work=at_work, now=now)
     return WorkerRow(
         node=row.node,
+        nickname=profile.nickname,
+        device="" if profile.hardware is None else profile.hardware.device,
         engine=row.engine,
         state=state,
         said=said,

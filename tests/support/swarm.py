@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -307,18 +308,16 @@ def verifying(
 
 @contextmanager
 def worker_thread(
-    url: str, run_id: str, state: Path, *, key: Ed25519PrivateKey | None = None, invite: bytes | None = None
+    url: str, run_id: str, state: Path, *, key: Ed25519PrivateKey | None = None, **settings: Any
 ) -> Iterator[Callable[[], dict[str, object]]]:
-    """A worker in a thread of its own; yields what reads its status."""
+    """A worker in a thread of its own; yields what reads its status. `settings` as in WorkerSettings."""
     key = key or Ed25519PrivateKey.generate()
     stop, loop = asyncio.Event(), asyncio.new_event_loop()
-    settings = WorkerSettings(
-        join=JoinSettings(run_id=run_id, coordinators=(url,)),
-        state=state,
-        backoff=Backoff(first_seconds=0.02, max_seconds=0.1),
-        invite=invite,
+    settings = {"backoff": Backoff(first_seconds=0.02, max_seconds=0.1)} | settings
+    joining = JoinSettings(run_id=run_id, coordinators=(url,))
+    work = run_worker(
+        WorkerSettings(join=joining, state=state, **settings), key=key, make_engine=TorchEngine, stop=stop
     )
-    work = run_worker(settings, key=key, make_engine=TorchEngine, stop=stop)
     thread = threading.Thread(target=loop.run_until_complete, args=(work,))
     thread.start()
 

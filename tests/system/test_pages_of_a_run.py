@@ -11,6 +11,7 @@ from zoneinfo import ZoneInfo
 
 import msgspec
 import pytest
+import torch
 from browsing import SCHEMES, WIDTHS, Tab, a_browser, needs_chromium, tab  # noqa: F401  (a fixture)
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from playwright.sync_api import Browser, Page
@@ -29,6 +30,7 @@ from node.protocol.run import EnvironmentSpec
 pytestmark = [needs_chromium, pytest.mark.timeout(600)]
 
 STEPS = 2
+NICKNAME = "Zo\u00eb 7"
 PUBLIC = "http://192.0.2.1:8700"
 RUN = msgspec.structs.replace(
     SPEC,
@@ -61,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         patch.setattr(Calculator, "reward_turns", share_of_turns)
         cheat, rejected = cheated(swarm)
         with (
-            worker_thread(swarm.url, swarm.home.run_id, folder / "worker", key=key) as status,
+            worker_thread(swarm.url, swarm.home.run_id, folder / "worker", key=key, nickname=NICKNAME) as status,
             learning(swarm, folder / "trainer"),
         ):
             until(lambda: newest(swarm) == STEPS, seconds=400, what=status)
@@ -138,6 +140,8 @@ def test_a_passer_by_sees_how_the_run_went_and_how_to_join(seen: Tab, run: Seen)
     page.wait_for_url("**sort=today**")
     best = looked_at(seen).locator("section[aria-labelledby=workers] tbody tr").first
     assert best.locator("a").inner_text() == short(run.worker)
+    assert best.locator("bdi").inner_text() == NICKNAME
+    assert best.inner_text().rstrip().endswith("CPU, torch")
     page.get_by_role("link", name="Audit", exact=True).click()
     page.wait_for_url("**/audit")
     assert f"swarmproof audit {PUBLIC} --run-id {run.run_id}" in looked_at(seen).inner_text("main")
@@ -152,7 +156,14 @@ def test_a_contributor_finds_their_node_and_what_their_policy_said(seen: Tab, ru
     seen.open("/audit")
     find(seen.page, short(run.worker))
     seen.page.wait_for_url(f"**/nodes/{run.worker}")
+    find(seen.page, "audit")
+    seen.page.wait_for_url("**/find**")
+    find(seen.page, NICKNAME.upper())
+    seen.page.wait_for_url(f"**/nodes/{run.worker}")
     page = looked_at(seen)
+    assert f"{NICKNAME} {run.worker}" in page.inner_text("main")
+    assert page.locator(".facts div", has_text="hardware, as it said").locator("dd").inner_text() == "CPU"
+    assert f"torch {torch.__version__}, {RUN.model.dtype}" in page.inner_text(".facts")
     assert page.locator(".verdict .headline").inner_text().startswith(("Trusted", "On probation"))
     assert "tokens vested" in page.inner_text(".verdict")
     assert page.get_by_role("img", name=re.compile("Credit in tokens")).count() == 1
