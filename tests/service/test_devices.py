@@ -132,6 +132,12 @@ def test_honest_work_of_one_device_is_admitted_on_another_and_that_of_other_weig
     assert outcomes(dishonest, tiny_policy_path, rules, verifier) == {Outcome.REJECTED}
 
 
+@needs_gpu
+def test_a_worker_tells_the_name_of_the_gpu_that_it_computes_on() -> None:
+    hardware = asyncio.run(TorchEngine(rules_of("bfloat16").spec, device=find_device("cuda")).hardware())
+    assert (hardware.device, hardware.dtype) == (torch.cuda.get_device_name(0), "bfloat16")
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("recipe", [{}, {"lora": {"rank": 3, "alpha": 6.0}}], ids=["weights", "adapters"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PreTrainedConfig
 
 from benchmarks.modelling.families import small_config
+from node.engines import vllm_host
 from node.engines.base import DoesNotFit, WrongEngine
+from node.engines.vllm import VllmEngine
 from node.engines.vllm_host import WEIGHTS, VllmHost
 from node.engines.vllm_settings import GIB, VllmSettings, check_family, make_plan, positions_bytes
 from node.policy.errors import UnreadablePolicy
 from node.policy.file import Blueprint, inspect_policy
+from node.protocol.profiles import Hardware
 from node.protocol.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="plans", environments=(EnvironmentSpec(name="arithmetic"),))
@@ -98,3 +104,15 @@ def test_a_feed_that_deletes_a_policy_before_vllm_has_read_it(tiny_policy_path: 
     assert inspect_policy(folder / WEIGHTS).hidden == 128
     with pytest.raises(UnreadablePolicy):
         inspect_policy(host._stage_policy(brought, 4) / WEIGHTS)
+
+
+def test_the_gpus_of_vllm_are_told_by_its_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The worker's process must not begin to use the GPU itself: vLLM would find less of it free."""
+    platform = SimpleNamespace(is_cpu=lambda: False, get_device_name=lambda: "NVIDIA H200")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    monkeypatch.setattr(vllm_host, "_set_environment", lambda _: None)
+    for gpus, device in ((1, "NVIDIA H200"), (2, "2 x NVIDIA H200")):
+        engine = VllmEngine(SPEC, VllmSettings(tensor_parallel_size=gpus), state=tmp_path)
+        told = Hardware(device=device, engine="vllm 0.32.0", dtype=SPEC.model.dtype)
+        assert asyncio.run(engine.hardware()) == told
