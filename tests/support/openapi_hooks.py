@@ -18,6 +18,7 @@ import msgspec
 import requests
 import schemathesis
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from independent.messages import is_nickname
 from schemathesis.core.parameters import ParameterLocation
 
 from node.protocol.messages import LeaseRequest, Registration, RelayAnnouncement, RequestClaim
@@ -84,8 +85,8 @@ def canonical(context: schemathesis.SerializationContext, value: Any) -> bytes:
 
 
 def _sayable(value: Any) -> Any:
-    """Replace in a valid message what JSON Schema cannot exclude: whole numbers with a fraction, and URLs that are no
-    source (docs/protocol.md, 1.1 and 3.6).
+    """Replace in a valid message what JSON Schema cannot exclude: whole numbers with a fraction, URLs that are no
+    source, and nicknames that are none (docs/protocol.md, 1.1, 3.6 and 3.8).
     """
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -93,8 +94,11 @@ def _sayable(value: Any) -> Any:
         return [_sayable(each) for each in value]
     if isinstance(value, dict):
         told = {name: _sayable(each) for name, each in value.items()}
-        is_source = "url" not in told or valid_sources([told["url"]]) == (told["url"],)
-        return told if is_source else told | {"url": A_SOURCE}
+        if "url" in told and valid_sources([told["url"]]) != (told["url"],):
+            told["url"] = A_SOURCE
+        if "nickname" in told and not is_nickname(told["nickname"]):
+            told["nickname"] = "Ada"
+        return told
     return value
 
 
