@@ -24,6 +24,7 @@ from coordinator.dashboard.series import plots_of
 from coordinator.dashboard.submissions import SubmissionView
 from coordinator.dashboard.visible import short, visible, with_code
 from coordinator.dashboard.workers import ROWS, TODAY, TableQuery, WorkerTable, read_workers
+from coordinator.run.health import State
 from coordinator.run.service import Coordinator
 from coordinator.storage.database import Connection
 from coordinator.storage.steps import manifest_of
@@ -64,7 +65,7 @@ class Pages:
         self._lock = threading.Lock()
         self._snapshot: RenderedRun | None = None
         self._plots = (0.0, "")
-        self._health_line = (-SNAPSHOT_SECONDS, Markup())
+        self._health_line = (-SNAPSHOT_SECONDS, Markup(), False)
         self._policy_bytes = 0
 
     def sections(self) -> dict[str, str]:
@@ -140,7 +141,7 @@ class Pages:
         return read_workers(connection, query, spec=spec, at_work=at_work, now=now, best=best)
 
     def _render(self, template: str, **values: Any) -> bytes:
-        values |= {"health": self._health, "needs": self._needs}
+        values |= {"health": self._health, "is_over": self._is_over, "needs": self._needs}
         return self._environment.get_template(template).render(**values).encode(errors="replace")
 
     def _health(self) -> Markup:
@@ -148,8 +149,14 @@ class Pages:
         if time.monotonic() - self._health_line[0] >= SNAPSHOT_SECONDS:
             line = self._environment.get_template("health.html.j2")
             found = self._coordinator.health(now=time.time())
-            self._health_line = time.monotonic(), Markup(line.render(found=found))  # noqa: S704  (our own template)
+            shown = Markup(line.render(found=found))  # noqa: S704  (our own template)
+            self._health_line = time.monotonic(), shown, found.state is State.OVER
         return self._health_line[1]
+
+    def _is_over(self) -> bool:
+        """Return what the line says of the same moment."""
+        self._health()
+        return self._health_line[2]
 
     def _needs(self) -> str:
         """Return what policies ask of a worker's machine, by the size of the first that this process has seen."""

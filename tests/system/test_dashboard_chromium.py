@@ -261,6 +261,7 @@ def test_a_contributor_copies_how_to_join_from_any_page(browser: Browser, run: R
             found.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
             found.open(resolved(run, path))
             found.page.get_by_text("Join this run").click()
+            assert "Linux with Python" in found.page.inner_text("details.join")
             found.page.get_by_role("button", name="Copy").click()
             found.page.wait_for_selector("button:text('Copied')")
             copied = found.page.evaluate("navigator.clipboard.readText()")

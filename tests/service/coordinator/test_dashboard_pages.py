@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zstandard
+from actors import spec_of
 from sqlalchemy import Connection, text, update
 from stocked_runs import SPEC, Run, run_with
 
@@ -26,7 +27,8 @@ from coordinator.dashboard.submissions import read_record, view_of
 from coordinator.dashboard.workers import TableQuery, parse_query, read_workers
 from coordinator.run.relays import RELAY_SECONDS
 from coordinator.storage.nodes import ORDERS
-from coordinator.storage.schema import nodes, relays, steps, submissions
+from coordinator.storage.schema import SubmissionState, nodes, relays, steps, submissions
+from coordinator.storage.submissions import QUEUED
 from coordinator.storage.totals import partly_measured, reason_totals, slot_counts
 from coordinator.verifier.evidence import Evidence, RowEvidence, encode_evidence
 from node.protocol import merkle
@@ -72,6 +74,21 @@ def test_a_fresh_run_says_what_it_waits_for(tmp_path: Path) -> None:
         # Its plots have no data, and are JSON all the same.
         plots = json.loads(re.search(r'id="plots">(.*?)</script>', page)[1])
         assert plots["over"]["verdicts"] == []
+
+
+def test_a_run_that_is_over_invites_nobody(tmp_path: Path, run: Run) -> None:
+    """A contributor would set up a machine for a run that has no work for it."""
+    with run_with(tmp_path, Stock(workers=4, submissions=60, relays=1), spec=spec_of(steps=2)) as ended:
+        with ended.home.database.write() as connection:
+            connection.execute(
+                update(submissions).where(submissions.c.state.in_(QUEUED)).values(state=SubmissionState.DONE)
+            )
+        for path in ("/", "/audit", f"/submissions/{ended.submissions[0]}"):
+            page = ended.get(path).text
+            assert "The run is over." in page
+            assert "Workers cannot join it any more." in page
+            assert "swarmproof worker" not in page
+    assert "swarmproof worker --coordinator" in run.get("/").text
 
 
 def test_every_page_is_complete_without_a_script(run: Run) -> None:
