@@ -163,18 +163,17 @@ class Host:
         environment = {**os.environ, "HEALTH_URL": self.health_url(service), "http_proxy": "http://127.0.0.1:1"}
         return not subprocess.run(health_check(), env=environment, capture_output=True, check=False).returncode
 
-    def takes_connections(self) -> bool:
+    def takes_connections(self, user: str = "swarmproof") -> bool:
         try:
-            self.connect("postgres").close()
+            self.connect(user).close()
         except psycopg.OperationalError:
             return False
         return True
 
-    def connect(self, database: str) -> psycopg.Connection[Any]:
+    def connect(self, user: str = "swarmproof") -> psycopg.Connection[Any]:
+        """To the database of the user's name."""
         port = self.port("5432")
-        return psycopg.connect(
-            host="127.0.0.1", port=port, user="swarmproof", password=PASSWORD, dbname=database, autocommit=True
-        )
+        return psycopg.connect(host="127.0.0.1", port=port, user=user, password=PASSWORD, dbname=user, autocommit=True)
 
     def status(self) -> dict[str, Any]:
         return get_json(self.health_url("coordinator").replace("/health", "/v1/status"), seconds=60.0) or {}
@@ -195,18 +194,22 @@ class Host:
         return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
 
     def _create_database(self) -> None:
-        folder, password = self.home / "postgresql", self.home / "postgres-password"
+        folder, password = self.home / "postgresql", self.home / "secrets" / "postgres-password"
         folder.mkdir()
         password.write_text(PASSWORD)
         if os.geteuid() == 0:
             shutil.chown(folder, "pgserver")
             shutil.chown(password, "pgserver")
-        command = [*self._as_its_user, binaries() / "initdb", "-U", "swarmproof", "--auth=scram-sha-256"]
+        command = [*self._as_its_user, binaries() / "initdb", "-U", "postgres", "--auth=scram-sha-256"]
         subprocess.run([*command, f"--pwfile={password}", "-D", folder], check=True, capture_output=True, cwd=folder)
         self.start("postgresql")
-        until(self.takes_connections, what=self.said)
-        with self.connect("postgres") as connection:
-            connection.execute("CREATE DATABASE swarmproof")
+        until(lambda: self.takes_connections("postgres"), what=self.said)
+        # As the image's entry point does.
+        script = (IMAGES / "database.sql").read_text().replace("/run/secrets", str(password.parent))
+        connection = {"PGHOST": "127.0.0.1", "PGPORT": self.port("5432"), "PGUSER": "postgres", "PGPASSWORD": PASSWORD}
+        environment = os.environ | {name: str(value) for name, value in connection.items()}
+        command = [binaries() / "psql", "-v", "ON_ERROR_STOP=1", "--no-psqlrc"]
+        subprocess.run(command, input=script, env=environment, text=True, check=True, capture_output=True)
 
     def _start_ours(self, service: str, arguments: list[str]) -> None:
         watched = {"NOTIFY_SOCKET": str(self.home / f"{service}.notify"), "WATCHDOG_USEC": "600000000"}

@@ -50,6 +50,10 @@ def test_the_services_come_up_a_worker_outside_joins_and_none_that_is_killed_los
         wait_for(service)
         assert host.is_healthy(service)
 
+    with host.connect() as connection:
+        roles = dict(connection.execute("SELECT rolname, rolsuper FROM pg_roles WHERE rolcanlogin").fetchall())
+    assert roles == {"postgres": True, "swarmproof": False}, "who breaks into a verifier may do what PostgreSQL may"
+    assert not host.takes_connections("postgres"), "the program's password is the superuser's"
     assert not host.is_healthy("coordinator"), "nobody listens there yet"
     for service in ("coordinator", "trainer", "verifier", "relay"):
         come_up(service)

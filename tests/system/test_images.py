@@ -126,6 +126,14 @@ def test_the_database_is_reached_from_inside_alone() -> None:
     assert not outside, "those whom the operator need not trust"
 
 
+def test_the_processes_are_no_superuser_of_the_database() -> None:
+    one = COMPOSE["services"]["postgresql"]
+    assert "POSTGRES_USER" not in one["environment"], "the image makes it a superuser"
+    (script,) = one["configs"]
+    assert script["target"].startswith("/docker-entrypoint-initdb.d/"), "the image would not run it"
+    assert (IMAGES / COMPOSE["configs"][script["source"]]["file"]).is_file()
+
+
 @pytest.mark.parametrize("service", OURS)
 def test_the_health_check_of_a_service_asks_a_port_that_it_listens_on(service: str) -> None:
     one = OURS[service]
