@@ -239,5 +239,5 @@ def _recipe(*, lora: tuple[int, float] | None, lora_targets: str | None, **given
             targets = {} if lora_targets is None else {"targets": lora_targets.split(",")}
             adapters = msgspec.convert({"rank": lora[0], "alpha": lora[1], **targets}, LoraSpec)
         return SftRecipe(lora=adapters, **given)
-    except ValueError as error:  # also msgspec's
+    except (ValueError, msgspec.ValidationError) as error:
         raise click.UsageError(f"--lora: {error}") from error

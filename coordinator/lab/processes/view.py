@@ -93,8 +93,8 @@ def render(frame: SwarmPicture) -> RenderableType:
     page = Group(
         _header(frame),
         Padding(_training(frame), (1, 0, 0, 0)),
-        _workers(snapshot.workers),
-        _relays(snapshot.relays),
+        Padding(_workers(snapshot.workers), (1, 0)),
+        Padding(_relays(snapshot.relays), (0, 0, 1, 0)),
         _footer(frame),
     )
     return Constrain(page, WIDTH)
@@ -150,10 +150,10 @@ def _bar(done: int, total: int, *, style: str = "cyan") -> RenderableType:
 
 
 def _workers(workers: tuple[WorkerNow, ...]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="bold")
     table.add_column("worker", min_width=20, no_wrap=True)
     for heading in ("policy", "tokens", "tok/s", "admitted"):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
+        table.add_column(heading, justify="right", no_wrap=True, min_width=max(6, len(heading)))
     table.add_column("rejected", no_wrap=True, min_width=22)
     for worker in workers:
         table.add_row(
@@ -174,7 +174,7 @@ def _rejected(worker: WorkerNow) -> Text:
 
 
 def _relays(relays: tuple[RelayNow, ...]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="bold")
     table.add_column("relay", min_width=20, no_wrap=True)
     table.add_column("policy", justify="right", min_width=6)
     table.add_column("broadcast", min_width=30)
