@@ -42,6 +42,7 @@ import click
 from msgspec import UNSET, UnsetType
 from rich.console import Console
 
+from node.audit.checkpoint_memory import CheckpointMemory
 from node.audit.evidence import EvidenceAuditor
 from node.audit.freshness import check_head, is_over
 from node.audit.log import AuditProblem, LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
@@ -58,15 +59,13 @@ from node.protocol.checkpoints import Checkpoint, open_checkpoint
 from node.protocol.endpoints import LOG_CONSISTENCY, LOG_ENTRIES
 from node.protocol.merkle import ProofInvalid, verify_consistency
 from node.protocol.messages import MAX_ENTRY_BYTES, LogEntry, VerdictEntry
-from node.protocol.notes import MAX_NOTE_BYTES
 from node.protocol.run import Descriptor, RunSpec
 from node.verification.readings import MakePrefills, transformers_prefills
 from node.verification.shelf import GIB
 from shardcast.errors import PeerFault, ShardcastError
 from shardcast.fetch.raw_http import MayConnect
-from shardcast.files import read_bounded, write_atomically
 from shardcast.urls import valid_sources
-from shardcast.wire import digest, is_digest
+from shardcast.wire import is_digest
 
 DEFAULT_SAMPLE: Final = 20
 MAX_LOG_ENTRIES: Final = 4_000_000
@@ -129,36 +128,6 @@ async def run_audit(
     else:
         show(report, Console())
     return report.exit_code
-
-
-class CheckpointMemory:
-    """Storage of the last consistent checkpoint of a run, and of evidence against its operator."""
-
-    def __init__(self, folder: Path, *, run_id: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._path = folder / f"{run_id}.checkpoint"
-
-    def load(self) -> bytes | None:
-        """Return the stored note, None without one; raises StateError if it is unreadable."""
-        try:
-            return read_bounded(self._path, max_bytes=MAX_NOTE_BYTES)
-        except FileNotFoundError:
-            return None
-        except (OSError, PeerFault) as error:
-            raise StateError(f"{self._path} cannot be read ({error}); restore it, or use another --state.") from error
-
-    def keep(self, note: bytes) -> None:
-        """Replace the stored note."""
-        write_atomically(self._path, note)
-
-    def keep_evidence(self, first: bytes, second: bytes) -> Path:
-        """Store two contradictory checkpoints in a folder of their own, and return it."""
-        folder = self._folder / f"evidence-{digest(first + second)[:16]}"
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / "first.checkpoint", first)
-        write_atomically(folder / "second.checkpoint", second)
-        return folder
 
 
 class _Auditor:

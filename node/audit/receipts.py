@@ -1,14 +1,17 @@
 """`swarmproof receipt verify`: whether the run's log holds what its receipts promise (docs/protocol.md, section 8.3).
 
 A receipt is signed by the run and names a place in its log. Checked are the signature; that a checkpoint of now has the
-receipt's leaf at that place, by an inclusion proof; and that the leaf says what the receipt says. That the log only
-ever grew is `swarmproof audit`'s question.
+receipt's leaf at that place, by an inclusion proof; that the leaf says what the receipt says; and, where witnesses are
+named, that enough of them have signed that checkpoint or a later one. That the log only ever grew is `swarmproof
+audit`'s question.
 
 `--json` prints one object with the keys
 
     run_id, url
     outcome     "agree", "disagree" or "incomplete"; exit_code 0, 1 or 2
     checkpoint  {size, root}
+    witnesses   as in the report of an audit (`node.audit.auditor`)
+    problems    [{code, detail, log_index}]: another history that witnesses have signed
     receipts    [{source, submission, log_index, result, code, detail}]: result "agree", "disagree" or "unavailable"
 """
 
@@ -23,6 +26,9 @@ from typing import Any, Final
 
 import click
 
+from node.audit.checkpoint_memory import CheckpointMemory
+from node.audit.report import render_witnesses, witnesses_line
+from node.audit.witnesses import WitnessGathering, WitnessRule
 from node.client.api import CoordinatorClient
 from node.client.http import ExchangeLimits, printable
 from node.errors import BadReply, ConfigError, Refused
@@ -82,31 +88,45 @@ def coordinator_of(sources: Sequence[str], given: str | None) -> str:
     return found
 
 
-async def verify_receipts(sources: Sequence[str], *, run_id: str, url: str, as_json: bool) -> int:
+async def verify_receipts(
+    sources: Sequence[str], *, run_id: str, url: str, as_json: bool, witnesses: WitnessRule | None, state_dir: Path
+) -> int:
     """Check receipts of files and URLs against the log at `url`, print what was found, and return the exit code.
 
-    A file is one receipt's envelope, or a worker's receipts.ndjson. Raises NodeError if the log cannot be asked.
+    A file is one receipt's envelope, or a worker's receipts.ndjson. `witnesses` have to have signed the log; proof that
+    they signed another one is kept in `state_dir`. Raises NodeError if the log cannot be asked, and OSError.
     """
     async with CoordinatorClient(url, run_id=run_id, limits=LIMITS) as coordinator:
         await coordinator.descriptor(patience_seconds=PATIENCE_SECONDS)
         found = []
         # Fetched first: a checkpoint from before its entry would not have it.
         envelopes = [(source, one) for source in sources for one in await _envelopes(source, coordinator)]
-        checkpoint, _ = await coordinator.checkpoint(patience_seconds=PATIENCE_SECONDS)
+        checkpoint, note = await coordinator.checkpoint(patience_seconds=PATIENCE_SECONDS)
         for source, envelope in envelopes:
             found.append(await _check(source, envelope, coordinator, checkpoint))
-    disagree = any(one.result == "disagree" for one in found)
-    incomplete = any(one.result == "unavailable" for one in found)
+        signed, problem = None, None
+        if witnesses is not None:
+            gathering = WitnessGathering(coordinator, witnesses, checkpoint)
+            signed = gathering.found
+            memory = CheckpointMemory(state_dir, run_id=run_id)
+            problem = await gathering.run(lambda other: memory.keep_evidence(note, other))
+    disagree = problem is not None or any(one.result == "disagree" for one in found)
+    incomplete = any(one.result == "unavailable" for one in found) or (signed is not None and not signed.has_quorum)
     code = 1 if disagree else 2 if incomplete else 0
     if as_json:
         outcome = ("agree", "disagree", "incomplete")[code]
         seen = {"size": checkpoint.size, "root": checkpoint.root.hex()}
         report = {"run_id": run_id, "url": url, "outcome": outcome, "exit_code": code, "checkpoint": seen}
+        report |= {"witnesses": render_witnesses(signed), "problems": [asdict(problem)] if problem else []}
         click.echo(json.dumps(report | {"receipts": [asdict(one) for one in found]}))
         return code
     for one in found:
         place = "" if one.log_index is None else f" entry {one.log_index}"
         click.echo(f"{one.source}:{place} {one.result}{': ' if one.detail else ''}{one.detail}")
+    if signed is not None:
+        click.echo(witnesses_line(signed))
+    if problem is not None:
+        click.echo(f"{problem.code}: {problem.detail}")
     return code
 
 

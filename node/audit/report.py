@@ -139,7 +139,7 @@ def render_json(report: Report) -> str:
         "seconds": round(report.seconds, 3),
         "checkpoint": _checkpoint(report.checkpoint),
         "previous_checkpoint": _checkpoint(report.previous),
-        "witnesses": _witnesses(report.witnesses),
+        "witnesses": render_witnesses(report.witnesses),
         "log": report.counts,
         "newest_verdict_at": report.newest_verdict_at,
         "coordinator_indeterminate": report.coordinator_indeterminate,
@@ -178,7 +178,8 @@ def _checkpoint(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
     return {"size": checkpoint.size, "root": checkpoint.root.hex()}
 
 
-def _witnesses(found: Witnesses | None) -> dict[str, Any] | None:
+def render_witnesses(found: Witnesses | None) -> dict[str, Any] | None:
+    """Return what witnesses signed as it stands in JSON, None where none were asked for."""
     if found is None:
         return None
     rows = []
@@ -212,7 +213,7 @@ def show(report: Report, console: Console) -> None:
     if quiet := _quiet_line(report, now=time.time()):
         console.print(Text(quiet))
     if report.witnesses is not None:
-        console.print(Text(_witnesses_line(report.witnesses)))
+        console.print(Text(witnesses_line(report.witnesses)))
     if report.checked:
         console.print(_results(report))
     disputed = [check for check in report.checked if check.result not in CONFIRMED]
@@ -233,7 +234,8 @@ def show(report: Report, console: Console) -> None:
     console.print(Text(_conclusion(report), style="bold"))
 
 
-def _witnesses_line(found: Witnesses) -> str:
+def witnesses_line(found: Witnesses) -> str:
+    """Return what witnesses signed as a person reads it."""
     line = f"witnessed by {len(found.covered)} of {len(found.rule.witnesses)}, {found.rule.quorum} asked for"
     missing = [printable(name) for name in found.missing]
     return f"{line}; not by {', '.join(missing)}" if missing else line

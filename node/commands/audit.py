@@ -18,7 +18,8 @@ from node.commands.engine_options import (
 )
 from node.commands.joining_options import run_id_option
 from node.commands.memory_options import policy_memory_bytes, policy_memory_option
-from node.commands.options import EXISTING_FILE, json_option, number_option, state_folder, state_option
+from node.commands.options import EXISTING_FILE, json_option, state_folder, state_option
+from node.commands.witness_options import witness_options, witness_rule
 
 
 @click.command()
@@ -45,14 +46,7 @@ from node.commands.options import EXISTING_FILE, json_option, number_option, sta
     metavar="FILE",
     help="A file of answers that the operator keeps and gave to you, to derive its rewards too; repeatable.",
 )
-@click.option(
-    "--witness",
-    "witnesses",
-    multiple=True,
-    metavar="VKEY[@URL]",
-    help="A witness that has to have signed the log; with its address, it is asked itself. Repeatable.",
-)
-@number_option("--quorum", "How many of the witnesses have to.  [default: all]")
+@witness_options
 @click.option("--seed", type=int, metavar="NUMBER", help="Draw the same sample as an earlier audit with this seed.")
 @state_option()
 @policy_memory_option
@@ -92,16 +86,12 @@ def audit(
     with reported(CouldNotRun):
         if all_ and sample is not None:
             raise click.UsageError("Give --sample or --all, not both.")
-        if quorum is not None and not witnesses:
-            raise click.UsageError("--quorum says how many of --witness; give these, too.")
+        rule = witness_rule(witnesses, quorum)
         refuse_vllm_options(engine)
         check_engine(engine, compute["device"])
         import_models()
         from node.audit.auditor import run_audit
-        from node.audit.witnesses import WitnessRule
-        from node.client.witness import parse_witnesses
 
-        asked = parse_witnesses(witnesses)
         folder = state_folder(state, run_id, "audit")
         code = asyncio.run(
             run_audit(
@@ -114,7 +104,7 @@ def audit(
                 as_json=as_json,
                 sources=sources,
                 answers=answers,
-                witnesses=WitnessRule(asked, quorum or len(asked)) if asked else None,
+                witnesses=rule,
                 policy_memory=policy_memory_bytes(policy_memory, engine=engine, device=compute["device"]),
                 prefills=prefills_maker(engine, state=folder, **compute),
             )

@@ -19,14 +19,21 @@ from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import delete, select, update
 from swarm import RUN_KEY, serve
+from waiting import until
+from witnessing import witnessing
 
+from coordinator.run import witnesses
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
+from coordinator.run.witnesses import witnessing_thread
 from coordinator.storage import log
 from coordinator.storage.log_tree import LogTree
 from coordinator.storage.schema import log_entries, log_nodes
 from node import cli
+from node.audit.witnesses import WitnessRule
+from node.client.witness import parse_witnesses
 from node.protocol.admission import Outcome
+from node.protocol.checkpoints import log_key
 from node.protocol.messages import MESSAGE_VERSION, RECEIPT_DOMAIN, KeptReceipt, Receipt
 from shardcast.envelope import open_envelope, seal
 from shardcast.wire import decode, encode
@@ -149,3 +156,27 @@ def test_what_could_not_be_checked_is_neither(scene: Scene) -> None:
     path = scene.file(scene.envelopes[0])
     assert "--coordinator" in scene.verify(path).stderr
     assert scene.verify(scene.file(b"not a receipt\n"), "--coordinator", scene.url).exit_code == 2
+
+
+def test_a_log_is_believed_as_far_as_a_witness_has_signed_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator of two logs could show a contributor one that holds its receipt, and everybody else the other."""
+    monkeypatch.setattr(witnesses, "ROUND_SECONDS", 0.05)
+    monkeypatch.setattr(
+        "node.commands.receipt.witness_rule",
+        lambda texts, quorum: WitnessRule(parse_witnesses(texts), quorum or len(texts), patience_seconds=0.0),
+    )
+    home = scene.actors.home
+    with witnessing(scene.folder / "witness", [log_key(home.run_id, PUBLIC_KEY)]) as witness:
+        asked = (scene.urls[0], "--witness", f"{witness.key}@{witness.url}", "--state", scene.folder / "mine")
+        unsigned = scene.verify(*asked)
+        assert (unsigned.exit_code, "witnessed by 0 of 1" in unsigned.output) == (2, True), unsigned.output
+        with witnessing_thread(Coordinator(home, key=RUN_KEY), [witness]):
+            until(lambda: scene.verify(*asked).exit_code == 0)
+        with home.database.read() as connection:
+            leaf = bytes(connection.execute(select(log_entries.c.leaf).where(log_entries.c.index == 3)).scalar_one())
+        forged = leaf.replace(b'"tokens":5', b'"tokens":6')
+        scene.rewrite_log(update(log_entries).where(log_entries.c.index == 3).values(leaf=forged))
+        report = scene.report(*asked)
+    assert (report["outcome"], report["receipts"][0]["result"]) == ("disagree", "agree")
+    assert [one["code"] for one in report["problems"]] == ["log_forked"]
+    assert len(list((scene.folder / "mine").glob("evidence-*/*.checkpoint"))) == 2
