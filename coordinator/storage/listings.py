@@ -87,7 +87,7 @@ def judged_of_node(
 
 def unjudged_of_node(connection: Connection, node: str, *, most: int) -> list[ListedSubmission]:
     """Return at most `most` submissions of a node that wait for their first verdict."""
-    waiting = submissions.c.node == node, submissions.c.state.in_(QUEUED), submissions.c.log_index.is_(None)
+    waiting = submissions.c.node == node, submissions.c.state.in_(QUEUED), submissions.c.outcome.is_(None)
     return _read(connection, _listed().where(*waiting).limit(most))
 
 

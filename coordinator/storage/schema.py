@@ -29,6 +29,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     false,
+    text,
 )
 
 
@@ -76,6 +77,12 @@ metadata = MetaData(
         "pk": "pk_%(table_name)s",
     }
 )
+
+
+def _index_where(condition: str, *columns: str) -> Index:
+    """Return an index of the rows that fulfil `condition`; used where a query names that, or compares the column."""
+    return Index(None, *columns, sqlite_where=text(condition), postgresql_where=text(condition))
+
 
 facts = Table(
     "facts",
@@ -268,7 +275,7 @@ submissions = Table(
     Column("decided_at", Double),
     Column("draw", Double, nullable=False, server_default="0"),
     Column("spot", Integer),
-    Column("recheck", Text, index=True),
+    Column("recheck", Text),
     Column("recheck_by", Double),
     Column("recheck_index", _Many),
     Column("void", Boolean, nullable=False, server_default=false()),
@@ -277,9 +284,11 @@ submissions = Table(
     # the submission has expired.
     Column("envelope", LargeBinary),
     Index(None, "state", "received_at"),
-    Index(None, "node", "state"),
-    Index(None, "node", "outcome", "log_index"),
-    Index(None, "node", "recheck", "recheck_index"),
+    # Each index of all rows is a page more that an upload or a verdict writes, another one for each node.
+    _index_where("outcome IS NULL", "node", "state"),
+    _index_where("outcome IS NOT NULL", "node", "outcome", "log_index"),
+    _index_where("recheck IS NOT NULL", "node", "recheck", "recheck_index"),
+    _index_where("recheck IS NOT NULL", "recheck"),
 )
 
 verdict_tallies = Table(

@@ -148,8 +148,7 @@ def latest_by_environment(connection: Connection) -> dict[int, Counter[str]]:
 def queue_length(connection: Connection) -> QueueLength:
     """Count the submissions waiting for a verdict."""
     waiting = submissions.c.state.in_(QUEUED)
-    # Not `recheck IS NULL`, whose index would be used, and holds nearly all submissions.
-    first = and_(waiting, func.coalesce(submissions.c.recheck, "") == "")
+    first = and_(waiting, submissions.c.recheck.is_(None))
     depth, oldest = connection.execute(select(func.count(), func.min(submissions.c.received_at)).where(first)).one()
     all_waiting = connection.execute(select(func.count()).where(waiting)).scalar_one()
     return QueueLength(first=int(depth), oldest_at=oldest, second=int(all_waiting) - int(depth))
