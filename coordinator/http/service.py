@@ -15,7 +15,7 @@ from coordinator.http.metrics import Metrics
 from coordinator.http.rate_limits import AddressLimiter, RateLimiter
 from coordinator.http.shutdown import Shutdown
 from coordinator.http.signed_requests import SignedRequests
-from coordinator.http.write_queue import WriteQueue
+from coordinator.http.write_queue import ReadQueue, WriteQueue
 from coordinator.run.service import Coordinator
 from coordinator.run.status import run_status
 from shardcast.wire import encode
@@ -60,6 +60,7 @@ class Service:
         self.writes = WriteQueue(coordinator.home.database)
         per_node = RateLimiter(per_minute=limits.per_node, who="node")
         self.signed = SignedRequests(coordinator, limiter=per_node, writes=self.writes)
+        self.receipts = ReadQueue(coordinator.home.database)
         self.registrations = AddressLimiter(per_minute=limits.registrations)
         self.intake = intake_of(coordinator, self.writes)
         self.descriptors = DescriptorWatch(coordinator.descriptors, shutdown)

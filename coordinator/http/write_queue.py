@@ -1,15 +1,16 @@
-"""Write transactions of requests: on SQLite those that wait at the same time share one commit, in one thread.
+"""Transactions of requests: on SQLite those that wait at the same time become one, in one thread.
 
-A commit, its locks and a change of threads cost as much as what most requests write. On PostgreSQL, where many write at
-once, each has a thread and a transaction of its own.
+A transaction, its locks and a change of threads cost as much as what most requests write or read. On PostgreSQL, where
+many wait for the server at once, each has a thread and a transaction of its own.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -22,15 +23,16 @@ MOST_TOGETHER: Final = 16
 """Jobs of one transaction: a verifier waits for its end to write, about half a millisecond for each."""
 
 T = TypeVar("T")
+_Outcome = tuple[Any, Exception | None]
 _Waiting = tuple[Callable[[], Any], "asyncio.Future[Any]", float]
 
 
-class WriteQueue:
-    """Executes jobs with write transactions for one event loop."""
+class _JobQueue(abc.ABC):
+    """Executes jobs with transactions for one event loop."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writes")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(self).__name__)
         self._waiting: deque[_Waiting] = deque()
         self._executing = 0
 
@@ -39,9 +41,9 @@ class WriteQueue:
         return len(self._waiting) + self._executing
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Call `job` in a thread and return its result once what it wrote is committed; raises what it raises.
+        """Call `job` in a thread and return its result once its transaction has ended; raises what it raises.
 
-        Others wait for it: it reads no file and no network.
+        Others wait for it: it reads no network, and no file that requests could have it read.
         """
         if not self._database.shares_commits:
             self._executing += 1
@@ -58,11 +60,8 @@ class WriteQueue:
     def _start(self) -> None:
         batch = [self._waiting.popleft() for _ in range(min(MOST_TOGETHER, len(self._waiting)))]
         self._executing = len(batch)
-        execute = partial(
-            self._database.execute_together,
-            [job for job, _, _ in batch],
-            asked_at=[asked_at for _, _, asked_at in batch],
-        )
+        jobs, asked_at = [job for job, _, _ in batch], [asked_at for _, _, asked_at in batch]
+        execute = partial(self._execute, jobs, asked_at)
         execution = asyncio.get_running_loop().run_in_executor(self._thread, execute)
         execution.add_done_callback(partial(self._finish, batch))
 
@@ -81,3 +80,21 @@ class WriteQueue:
                 done.set_result(value)
             else:
                 done.set_exception(error)
+
+    @abc.abstractmethod
+    def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[_Outcome]:
+        """Call `jobs`, waiting since `asked_at`, in one transaction; return what each returned, or what it raised."""
+
+
+class WriteQueue(_JobQueue):
+    """Executes jobs with write transactions; what they wrote is committed before any of them returns."""
+
+    def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[_Outcome]:
+        return self._database.execute_together(jobs, asked_at=asked_at)
+
+
+class ReadQueue(_JobQueue):
+    """Executes jobs with read transactions, those that wait at the same time on one snapshot."""
+
+    def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[_Outcome]:
+        return self._database.read_together(jobs, asked_at=asked_at)

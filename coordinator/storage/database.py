@@ -52,9 +52,10 @@ T = TypeVar("T")
 
 
 class _Batch(threading.local):
-    """The transaction that this thread executes several jobs in, if any, and whether one of them asked for a sync."""
+    """The transactions that this thread executes several jobs in, if any, and whether one of them asked for a sync."""
 
     connection: Connection | None = None
+    reading: Connection | None = None
     is_sync_due = False
 
 
@@ -133,7 +134,7 @@ class Database:
 
     @property
     def shares_commits(self) -> bool:
-        """Whether `execute_together` saves anything: where one transaction at a time writes anyway."""
+        """Whether `execute_together` and `read_together` save anything: not where transactions wait for a server."""
         return self._wal is not None
 
     def execute_together(
@@ -156,11 +157,31 @@ class Database:
             self.sync()
         return outcomes
 
+    def read_together(
+        self, jobs: Sequence[Callable[[], T]], *, asked_at: Sequence[float] = ()
+    ) -> list[tuple[T | None, Exception | None]]:
+        """Call `jobs`, whose transactions of `read` become one; as `execute_together`."""
+        with self._snapshot(asked_at) as connection:
+            self._batch.reading = connection
+            try:
+                return [_outcome(job) for job in jobs]
+            finally:
+                self._batch.reading = None
+
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Open a read transaction: a snapshot of the database, without locks."""
+        """Open a read transaction: a snapshot of the database, without locks.
+
+        Among jobs that are executed together it is theirs.
+        """
+        shared = self._batch.reading
+        with self._snapshot() if shared is None else nullcontext(shared) as connection:
+            yield connection
+
+    @contextmanager
+    def _snapshot(self, asked_at: Sequence[float] = ()) -> Iterator[Connection]:
         with (
-            TransactionTimer("read") as timer,
+            TransactionTimer("read", asked_at) as timer,
             self._reads.connect() as connection,
             connection.begin(),
         ):

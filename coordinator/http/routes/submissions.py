@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.intake import Submitter
 from coordinator.http.routing import ServiceDep, SignedCall, respond, respond_bytes, route, service_of, signed
@@ -91,15 +91,15 @@ async def receipt(
 ) -> Response:
     if not is_digest(submission):
         raise Refusal(Reason.NOT_FOUND, "Not a submission's id.")
-    read_receipt = service.coordinator.receipt
+    read_receipt = partial(service.coordinator.receipt, submission)
     if not wait:
-        found = await run_in_threadpool(read_receipt, submission)
+        found = await service.receipts.run(read_receipt)
     else:
         async with service.verdicts.subscribe(submission) as decided:
-            found = await run_in_threadpool(read_receipt, submission)
+            found = await service.receipts.run(read_receipt)
             if isinstance(found, Pending):
                 await _wait(request, decided, service.shutdown, seconds=wait)
-                found = await run_in_threadpool(read_receipt, submission)
+                found = await service.receipts.run(read_receipt)
     if isinstance(found, Pending):
         return Response(encode(found), status_code=202, media_type=endpoints.JSON)
     return respond_bytes(endpoints.RECEIPT, found)

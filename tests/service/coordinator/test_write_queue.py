@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
-from coordinator.http.write_queue import MOST_TOGETHER, WriteQueue
+from coordinator.http.write_queue import MOST_TOGETHER, ReadQueue, WriteQueue
 from coordinator.storage.database import Database, sqlite_url
 from node.protocol.reasons import Reason, Refusal
 
@@ -85,3 +86,26 @@ async def test_where_the_database_goes_away_nobody_is_told_that_it_was_written(d
     assert written(database) == []
     assert await queue.run(writer(database, 4)) == 4
     assert written(database) == [4]
+
+
+async def test_reads_that_wait_share_a_snapshot_in_which_is_what_was_there_when_they_asked(database: Database) -> None:
+    """Whoever is woken by a verdict and then told that there is none would wait for it in vain."""
+    queue, release, begun = ReadQueue(database), threading.Event(), list[object]()
+    event.listen(database._engine, "begin", begun.append)
+    first = asyncio.create_task(queue.run(release.wait))
+    await asyncio.sleep(0)
+    writer(database, 1)()
+    refusal = Refusal(Reason.NOT_FOUND, "nothing there")
+
+    def refused() -> None:
+        raise refusal
+
+    jobs: list[Callable[[], Any]] = [lambda: written(database), refused, lambda: written(database)]
+    others = [asyncio.create_task(queue.run(job)) for job in jobs]
+    await asyncio.sleep(0)
+    release.set()
+    assert await first
+    assert await asyncio.gather(*others, return_exceptions=True) == [[1], refusal, [1]]
+    assert len(begun) == 2, "the first one's, and theirs"
+    assert written(database) == [1]
+    assert len(begun) == 3, "others have their own again"
