@@ -269,6 +269,7 @@ def all_caught(
             "groups": one.caught.groups,
             "rejected": one.rejected_groups,
             "with_drift": one.caught.drifted_groups,
+            "by": dict(one.by),
             "tokens": one.tokens,
         }
         for one in (*result.honest, *result.cheats)

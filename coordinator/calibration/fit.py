@@ -42,6 +42,13 @@ Where rounding has a router choose others, all that attends to the token deviate
 distribution of what was seen would have it (docs/adr/0033-routing-is-not-carried.md).
 """
 
+ROUTED_UNSUSPECTED = frozenset({"int8"})
+"""Weights that no group of a policy with experts is compared with.
+
+Eight bits have a router choose another expert where other rounding does, so that an honest group may go that way
+(docs/adr/0033-routing-is-not-carried.md).
+"""
+
 HEADROOM = 2.0
 """Limits of single values are this multiple of the largest honest value seen."""
 

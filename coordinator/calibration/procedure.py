@@ -21,6 +21,7 @@ from coordinator.calibration.attempts import Attempts
 from coordinator.calibration.fit import (
     MIN_LIMITS,
     ROUTED_HEADROOM,
+    ROUTED_UNSUSPECTED,
     Group,
     fit,
     fit_limits,
@@ -253,7 +254,9 @@ class _Calibration:
         half = (groups[::2] for groups in honest)
         levels = fit(*half, false_rejections=chance, parts=parts, headroom=headroom)
         found = rounded(msgspec.structs.replace(found, honest=levels))
-        changes = {name: getattr(found, name) for name in single_value_limits(self._spec.proofs)}
+        changes: dict[str, Any] = {name: getattr(found, name) for name in single_value_limits(self._spec.proofs)}
+        if self._is_routed:
+            changes["suspects"] = tuple(one for one in own.suspects if one not in ROUTED_UNSUSPECTED)
         return msgspec.structs.replace(own, honest=found.honest, false_rejections=chance, **changes)
 
     async def _cheats(self) -> dict[str, _MeasuredWork]:

@@ -217,3 +217,10 @@ def test_every_weight_cheat_on_a_trained_policy_is_caught_in_every_group(tmp_pat
         assert all(figure.startswith(("token_margin", "margin")) for figure in cheats[name]["by"]), cheats[name]
     assert cheats["greedy"]["rejected_groups"] >= 6
     assert cheats["best of 8, right proofs"]["rejected_groups"] >= 6
+
+
+def test_a_policy_with_experts_is_not_compared_with_its_own_eight_bits(tmp_path):
+    """Rounding and eight bits make a router choose others alike: honest groups were rejected by such second looks."""
+    calibrate(tmp_path, "--groups", "12", "--cheat-groups", "0", initial="random-glm4-moe", tokens=4)
+    assert "int8" in parse_run_toml((tmp_path / "run.toml").read_text()).limits.suspects
+    assert written(tmp_path).limits.suspects == ("previous",)
