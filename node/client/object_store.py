@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -31,8 +31,10 @@ async def put_file(url: str, body: Path, *, body_bytes: int, sha256: str, least:
     target = _checked(url, least=least)
     seconds = limits.reply_seconds + body_bytes / limits.least_upload_bytes_per_second
     try:
-        async with asyncio.timeout(seconds):
-            status = await _put(target, body, body_bytes, sha256, least=least, limits=limits)
+        # Closed here: aiohttp does not close an aborted generator, and nobody closes a file whose opening is given up.
+        with await asyncio.to_thread(body.open, "rb") as file:
+            async with asyncio.timeout(seconds):
+                status = await _put(target, file, body_bytes, sha256, least=least, limits=limits)
     except TimeoutError as error:
         raise StoreUnavailable(f"{_WHO} did not take the file within {seconds:.0f} s.") from error
     except SsrfBlocked as error:
@@ -48,25 +50,24 @@ async def put_file(url: str, body: Path, *, body_bytes: int, sha256: str, least:
         raise StoreUnavailable(f"{_WHO} does not take the file (HTTP {status}).")
 
 
-async def _put(url: URL, body: Path, body_bytes: int, sha256: str, *, least: Reach, limits: ExchangeLimits) -> int:
+async def _put(url: URL, file: BinaryIO, body_bytes: int, sha256: str, *, least: Reach, limits: ExchangeLimits) -> int:
     headers = {
         "Content-Length": str(body_bytes),
         "x-amz-checksum-sha256": base64.b64encode(bytes.fromhex(sha256)).decode(),
         "x-amz-sdk-checksum-algorithm": "SHA256",
     }
-    with await asyncio.to_thread(body.open, "rb") as file:  # closed here: aiohttp does not close an aborted generator
-        async with (
-            new_session(limits, SsrfGuardResolver(least)) as session,
-            session.put(
-                url,
-                data=read_pieces(file) if body_bytes else None,
-                headers=headers,
-                skip_auto_headers=("Content-Type",),
-                allow_redirects=False,
-            ) as response,
-        ):
-            await response.content.read(MAX_ANSWER_BYTES)
-            return response.status
+    async with (
+        new_session(limits, SsrfGuardResolver(least)) as session,
+        session.put(
+            url,
+            data=read_pieces(file) if body_bytes else None,
+            headers=headers,
+            skip_auto_headers=("Content-Type",),
+            allow_redirects=False,
+        ) as response,
+    ):
+        await response.content.read(MAX_ANSWER_BYTES)
+        return response.status
 
 
 def _checked(url: str, *, least: Reach) -> URL:
