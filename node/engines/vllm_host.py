@@ -164,17 +164,21 @@ class VllmHost:
 
     def _write_config(self, folder: Path, blueprint: Blueprint) -> None:
         """Write our checked configuration for vLLM."""
-        # vLLM asks for fields that a family's own configuration class leaves out, since they have one value.
-        fixed = {name: values[0] for name, values in ATTENTION_FAMILIES[blueprint.config.model_type].fixed.items()}
-        config = (
-            fixed
-            | blueprint.config.to_dict()
+        # vLLM asks for fields that a family's own configuration class leaves out: since they have one value, or follow
+        # from others where they are not given.
+        family, config = ATTENTION_FAMILIES[blueprint.config.model_type], blueprint.config
+        asked: dict[str, Any] = {name: values[0] for name, values in family.fixed.items()}
+        if "head_dim" in family.undeclared:
+            asked["head_dim"] = config.hidden_size // config.num_attention_heads
+        written = (
+            asked
+            | config.to_dict()
             | {
                 "architectures": [_architecture(blueprint)],
                 "dtype": self._spec.model.dtype,
             }
         )
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(written))
 
     def _remove_other_policies(self, folder: Path) -> None:
         for other in self._state.glob("policy-*"):

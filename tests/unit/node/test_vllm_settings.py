@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,9 @@ from node.engines.vllm import VllmEngine
 from node.engines.vllm_host import WEIGHTS, VllmHost
 from node.engines.vllm_settings import GIB, VllmSettings, check_family, make_plan, positions_bytes
 from node.policy.errors import UnreadablePolicy
-from node.policy.file import Blueprint, inspect_policy
+from node.policy.file import Blueprint, inspect_policy, save_policy
+from node.policy.models.tiny import make_glm4_moe
+from node.policy.models.tiny_llama import make_tokenizer
 from node.protocol.profiles import Hardware
 from node.protocol.run import EnvironmentSpec, RunSpec
 
@@ -116,3 +119,13 @@ def test_the_gpus_of_vllm_are_told_by_its_platform(monkeypatch: pytest.MonkeyPat
         engine = VllmEngine(SPEC, VllmSettings(tensor_parallel_size=gpus), state=tmp_path)
         told = Hardware(device=device, engine="vllm 0.32.0", dtype=SPEC.model.dtype)
         assert asyncio.run(engine.hardware()) == told
+
+
+def test_vllm_is_told_the_size_of_a_head_that_a_configuration_leaves_out(tmp_path: Path) -> None:
+    """Its GLM reads that field, which transformers' configuration does not declare: no such policy would start."""
+    save_policy(make_glm4_moe(1), make_tokenizer(), tmp_path / "policy.safetensors")
+    blueprint = inspect_policy(tmp_path / "policy.safetensors")
+    assert not hasattr(blueprint.config, "head_dim")
+    host = VllmHost(SPEC, VllmSettings(), state=tmp_path / "engine", busy=bool, on_end=print)
+    host._write_config(tmp_path, blueprint)
+    assert json.loads((tmp_path / "config.json").read_text())["head_dim"] == 32
