@@ -11,7 +11,8 @@ TORCH ?= torch==2.13.0
 # an index of CPU builds that uv does not read; uv keeps what is there.
 UV := $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(PIP))
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Debian 12's pip would install a package that comes as source the old way, without the list of files that tests read.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517
 # Processes that share a tier's tests, a file at a time. TESTS selects: make unit TESTS=tests/unit/toploc
 # A third of the service tests' time is waiting, so that three processes keep two cores busy.
 test unit service: TEST_PROCESSES ?= 3
