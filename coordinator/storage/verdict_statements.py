@@ -86,22 +86,22 @@ JUDGED: Final = Prepared(
         submissions.c.outcome,
         submissions.c.recheck,
         submissions.c.received_at,
+        submissions.c.body,
         is_claimed_as(bindparam("name"), bindparam("claimer"), bindparam("attempt")).label("held"),
     )
     .where(submissions.c.submission == bindparam("name"))
     .with_for_update()
 )
 UPDATE_SUBMISSION: Final = update(submissions).where(submissions.c.submission == bindparam("name"))
-DECIDED: Final = (
-    *("body", "outcome", "reason", "detail", "figure", "tokens", "log_index", "decided_at", "spot"),
-    "evidence",
-)
+DECIDED: Final = ("outcome", "reason", "detail", "figure", "tokens", "log_index", "decided_at", "spot", "evidence")
 """Columns that `DECIDE` sets, each to the parameter of its name after `new_`."""
 DECIDE: Final = Prepared(
     UPDATE_SUBMISSION.values(state=SubmissionState.DONE).values(
         {column: bindparam(f"new_{column}") for column in DECIDED}
     )
 )
+# By itself, since SQLite writes an index anew for each column that a statement names, even to the value it has.
+SET_BODY: Final = Prepared(UPDATE_SUBMISSION.values(body=bindparam("new_body")))
 UPDATE_SLOT: Final = Prepared(update(slots).where(slots.c.id == bindparam("of_slot")).values(state=bindparam("new")))
 ADD_GROUP: Final = Prepared(insert_into(groups, "slot_id", "submission", "blob", "reward_mean", "signal"))
 DRIFT: Final = Prepared(

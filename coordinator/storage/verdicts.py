@@ -164,7 +164,7 @@ def record(
     """
     locks.deciding(connection)
     claim_ = {"name": claimed.submission, "claimer": claimed.verifier, "attempt": claimed.attempts + 1}
-    ((outcome, recheck, received_at, is_held_still),) = statements.JUDGED.rows(connection, claim_)
+    ((outcome, recheck, received_at, body, is_held_still),) = statements.JUDGED.rows(connection, claim_)
     # A late first verdict may find its submission waiting for the second, or its group for being rebuilt.
     if (recheck != RECHECK_DUE) if claimed.recheck else (outcome is not None):
         return False
@@ -177,6 +177,8 @@ def record(
     if claimed.recheck:
         _record_recheck(connection, claimed, verdict, spec=spec, now=now, evidence=evidence)
     else:
+        if claimed.body != body:  # the true digest, where another was signed
+            statements.SET_BODY.run(connection, {"name": claimed.submission, "new_body": claimed.body})
         verdict = _after_drift(connection, claimed, verdict, limits=spec.limits)
         _record_first(connection, claimed, verdict, spec=spec, now=now, group=group, evidence=evidence)
         kind = VerdictKind.FULL if verdict.spot is None else VerdictKind.SPOT
@@ -214,7 +216,6 @@ def _record_first(
 ) -> None:
     index = log.append(connection, _entry(claimed, verdict, now=now))
     decided = {
-        "body": claimed.body,  # the true digest, where another was signed
         "outcome": verdict.outcome.value,
         "reason": None if verdict.reason is None else verdict.reason.value,
         "detail": verdict.detail,
