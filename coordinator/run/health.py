@@ -25,7 +25,9 @@ AWAY_SECONDS: Final = 30.0
 
 OLD_SECONDS: Final = 600.0
 STEP_SECONDS: Final = 3600.0
-LEAST_FREE: Final = 0.1
+LEAST_FREE_SHARE: Final = 0.1
+LEAST_FREE_BYTES: Final = 1e10
+"""A disk is nearly full below both: a tenth of a large one lasts for weeks, and a small one never has so much."""
 
 
 class State(StrEnum):
@@ -127,6 +129,7 @@ class Signs:
     last_step_at: float | None
     has_sources: bool
     free_share: float
+    free_bytes: int
 
 
 def read_health(home: Home, *, has_sources: bool, now: float) -> Health:
@@ -147,6 +150,7 @@ def _signs(connection: Connection, folder: Path, *, has_sources: bool) -> Signs:
         last_step_at=None if last is None else last.finished_at,
         has_sources=has_sources,
         free_share=usage.free / max(1, usage.total),
+        free_bytes=usage.free,
     )
 
 
@@ -177,8 +181,9 @@ def _problems(signs: Signs, *, now: float) -> Iterator[Complaint]:
         yield Complaint(QUEUE_TOO_OLD, f"A submission has waited {_ago(now - signs.waiting_since)} for a verdict.")
     if signs.last_step_at is not None and now - signs.last_step_at > STEP_SECONDS:
         yield Complaint(NO_STEP, f"No training step has ended for {_ago(now - signs.last_step_at)}.")
-    if signs.free_share < LEAST_FREE:
-        yield Complaint(DISK, f"{signs.free_share:.0%} of the disk of the run's data is free.")
+    if signs.free_share < LEAST_FREE_SHARE and signs.free_bytes < LEAST_FREE_BYTES:
+        free = f"{signs.free_bytes / 1e9:.1f} GB"
+        yield Complaint(DISK, f"{free} of the disk of the run's data are free, {signs.free_share:.0%} of it.")
 
 
 def _minutes(seconds: float) -> str:

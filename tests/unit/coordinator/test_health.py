@@ -27,6 +27,7 @@ def signs(**changed: object) -> Signs:
         last_step_at=NOW - 60,
         has_sources=True,
         free_share=0.5,
+        free_bytes=10**9,
     )
     return Signs(**{name: changed.get(name, getattr(found, name)) for name in Signs.__dataclass_fields__})
 
@@ -59,7 +60,7 @@ def test_a_run_whose_parts_are_all_there_works():
         ({"has_sources": False}, State.STOPPED, "no_relay", "workers cannot fetch policies"),
         ({"waiting_since": NOW - 700}, State.SLOW, "queue_too_old", "has waited 12 min for a verdict"),
         ({"last_step_at": NOW - 7300}, State.SLOW, "no_step", "No training step has ended for 2.0 h."),
-        ({"free_share": 0.04}, State.SLOW, "disk_nearly_full", "4% of the disk"),
+        ({"free_share": 0.04}, State.SLOW, "disk_nearly_full", "1.0 GB of the disk of the run's data are free, 4% of"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_mends_it(changed, state, code, said):
@@ -68,6 +69,12 @@ def test_what_is_wrong_is_named_with_what_mends_it(changed, state, code, said):
     assert (found.state, problem.rule.code) == (state, code)
     assert said in problem.text
     assert problem.rule.todo
+
+
+def test_a_large_disk_with_room_is_not_nearly_full():
+    """A tenth of 4 TB is more than most runs ever write, and a line that is red for weeks is read by nobody."""
+    assert judge_health(signs(free_share=0.07, free_bytes=300 * 10**9), spec=SPEC, now=NOW).state is State.WORKS
+    assert judge_health(signs(free_share=0.09, free_bytes=20 * 10**9), spec=SPEC, now=NOW).state is State.WORKS
 
 
 def test_the_worst_comes_first_and_a_run_that_is_over_needs_nobody():
@@ -89,7 +96,8 @@ def test_the_alerts_have_the_same_rules_and_bounds():
         assert f"> {health.AWAY_SECONDS:.0f}" in alerts[name]
     assert alerts["SwarmproofQueueTooOld"].endswith(f"> {health.OLD_SECONDS:.0f}")
     assert f"[{health.STEP_SECONDS / 3600:.0f}h]" in alerts["SwarmproofNoStep"]
-    assert alerts["SwarmproofDiskNearlyFull"].endswith(f"< {health.LEAST_FREE:g}")
+    full = f"< {health.LEAST_FREE_SHARE:g} and swarmproof_disk_free_bytes < {health.LEAST_FREE_BYTES:.0e}"
+    assert alerts["SwarmproofDiskNearlyFull"].endswith(full.replace("e+", "e"))
 
 
 @pytest.mark.parametrize("nonsense", [b"", b"{}", b'{"health": 1}', b"[" * 100_000, b'{"health": {"state": "x" }}'])
