@@ -533,4 +533,5 @@ def test_a_worker_that_is_interrupted_while_it_waits_ends_in_peace(tmp_path):
         process.kill()
     assert process.returncode == 0
     assert "Traceback" not in "".join(lines) + rest
-    assert len(lines) == 2
+    # A summary is due each minute, and on a busy machine the imports alone take one.
+    assert len([line for line in lines if "slots generated" not in line]) == 2, lines
