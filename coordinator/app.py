@@ -9,6 +9,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from coordinator.dashboard.routes import add_dashboard
+from coordinator.http.connections import ConnectionQuota
 from coordinator.http.errors import add_error_handlers
 from coordinator.http.load_shedding import LoadShedder
 from coordinator.http.metrics import Metrics
@@ -32,8 +33,12 @@ def create_app(coordinator: Coordinator, *, limits: RequestLimits = DEFAULT_REQU
         openapi_url=None,
         redirect_slashes=False,  # the Location would be made of the client's own Host header
     )
-    metrics = Metrics(coordinator, connections=lambda: getattr(app.state, "connections", None))
-    service = Service(coordinator, limits=limits, metrics=metrics, shutdown=Shutdown())
+
+    def connections() -> ConnectionQuota | None:
+        return getattr(app.state, "connections", None)
+
+    metrics = Metrics(coordinator, connections=connections)
+    service = Service(coordinator, limits=limits, metrics=metrics, shutdown=Shutdown(), connections=connections)
     app.state.service = service
     add_error_handlers(app, routers=ROUTERS, count=metrics.refused)
     addresses, shedder = AddressLimiter(per_minute=limits.per_address), LoadShedder(service.writes)

@@ -29,8 +29,13 @@ class LogWatch:
     def __init__(self, size: Callable[[], int], entries: Callable[[int, int], list[bytes]]) -> None:
         self._size, self._entries = size, entries
         self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._waiters = 0
         self._starting = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return self._waiters
 
     @contextlib.asynccontextmanager
     async def subscribe(self, submission: str) -> AsyncIterator[asyncio.Event]:
@@ -40,6 +45,7 @@ class LogWatch:
         """
         event = asyncio.Event()
         self._waiting.setdefault(submission, set()).add(event)
+        self._waiters += 1
         try:
             async with self._starting:
                 if self._reader is None or self._reader.done():
@@ -47,6 +53,7 @@ class LogWatch:
                     self._reader = asyncio.create_task(self._read(known))
             yield event
         finally:
+            self._waiters -= 1
             self._waiting[submission].discard(event)
             if not self._waiting[submission]:
                 del self._waiting[submission]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from coordinator.http.connections import DEFAULT_CONNECTION_LIMITS, ConnectionQuota
 from coordinator.http.descriptor_watch import DescriptorWatch
 from coordinator.http.intake import intake_of
 from coordinator.http.log_watch import LogWatch
@@ -52,9 +53,16 @@ class Service:
     """The run's coordinator with its rate limiters, caches and long-poll watchers."""
 
     def __init__(
-        self, coordinator: Coordinator, *, limits: RequestLimits, metrics: Metrics, shutdown: Shutdown
+        self,
+        coordinator: Coordinator,
+        *,
+        limits: RequestLimits,
+        metrics: Metrics,
+        shutdown: Shutdown,
+        connections: Callable[[], ConnectionQuota | None],
     ) -> None:
         self.coordinator = coordinator
+        self._connections = connections
         self.metrics = metrics
         self.shutdown = shutdown
         self.writes = WriteQueue(coordinator.home.database)
@@ -68,3 +76,13 @@ class Service:
         self.figures = Cached(metrics.render)
         self.puzzle = Cached(lambda: encode(coordinator.puzzle(now=time.time())))
         self.status = Cached(lambda: json.dumps(run_status(coordinator, now=time.time())).encode())
+
+    @property
+    def has_room_for_waiter(self) -> bool:
+        """Whether one more request may wait for a verdict, and hold a connection meanwhile.
+
+        A submission's id is public, so that anybody may wait for any: all of them hold half of the connections at most.
+        """
+        quota = self._connections()
+        limits = DEFAULT_CONNECTION_LIMITS if quota is None else quota.limits
+        return 2 * len(self.verdicts) < limits.connections

@@ -5,6 +5,8 @@ from __future__ import annotations
 import urllib.request
 from collections.abc import Callable, Sized
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -22,8 +24,8 @@ from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
 from node.protocol import endpoints
 from node.protocol.endpoints import Endpoint
-from node.protocol.messages import LeaseRequest
-from shardcast.wire import encode
+from node.protocol.messages import LeaseRequest, SubmissionReply
+from shardcast.wire import decode, encode
 
 LIMITS = {kind: limit for limit, kind in enumerate(RequestClass, 1)}
 
@@ -97,6 +99,33 @@ def test_attack_requests_of_keys_that_nobody_registered_deny_leases_to_nobody(
             until(lambda: len(queues[0]) == 2)
         assert [one.result(timeout=60).status for one in honest] == [200, 200]
     home.database.close()
+
+
+def test_attack_long_polls_for_a_verdict_leave_connections_to_everybody_else(tmp_path: Path) -> None:
+    """A submission's id is public, and a connection on which an answer is due is never ended to make room."""
+    home = create_home(tmp_path, public_key=RUN_KEY.public_key().public_bytes_raw(), spec=spec_of())
+    Actors(home).publish(0)
+    limits = ConnectionLimits(connections=8)
+    with serve(Coordinator(home, key=RUN_KEY), connections=limits) as url, ExitStack() as polls:
+        worker = Peer(url, home.run_id)
+        assert worker.register().status == 200
+        submitted = worker.submit(worker.lease().lease_id, b"no group")
+        submission = decode(SubmissionReply, submitted.body, max_bytes=2**20).submission
+        path = f"/v1/receipts/{submission}"
+        for _ in range(4):
+            poll = polls.enter_context(closing(HTTPConnection(url.removeprefix("http://"))))
+            poll.request("GET", f"{path}?wait=20")
+        refused = until(lambda: refusal_of(worker.send("GET", f"{path}?wait=0.01")))
+        assert refused == "too_many_requests"
+        assert worker.send("GET", path).status == 202, "who does not wait is answered"
+        assert ask(worker).status == 200
+        polls.close()
+        until(lambda: worker.send("GET", f"{path}?wait=0.01").status == 202)
+    home.database.close()
+
+
+def refusal_of(reply: Reply) -> str:
+    return "" if reply.status == 202 else reply.code
 
 
 def ask(peer: Peer) -> Reply:

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from coordinator.http.intake import Submitter
+from coordinator.http.load_shedding import RETRY_SECONDS, RequestClass
+from coordinator.http.rate_limits import TooManyRequests
 from coordinator.http.routing import ServiceDep, SignedCall, respond, respond_bytes, route, service_of, signed
 from coordinator.http.service import Service
 from coordinator.http.shutdown import Shutdown
@@ -92,8 +94,11 @@ async def receipt(
     if not is_digest(submission):
         raise Refusal(Reason.NOT_FOUND, "Not a submission's id.")
     read_receipt = partial(service.coordinator.receipt, submission)
-    if not wait:
+    if not wait or not service.has_room_for_waiter:
         found = await service.receipts.run(read_receipt)
+        if wait and isinstance(found, Pending):
+            detail = "There is no verdict yet, and too many wait for theirs."
+            raise TooManyRequests(detail, retry_after_seconds=RETRY_SECONDS[RequestClass.WORK])
     else:
         async with service.verdicts.subscribe(submission) as decided:
             found = await service.receipts.run(read_receipt)
