@@ -8,11 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Connection, Delete, Insert, Select, Table, TextClause, Update, bindparam, insert
+from sqlalchemy import (
+    BindParameter,
+    Connection,
+    Delete,
+    Insert,
+    Select,
+    Table,
+    TextClause,
+    Update,
+    bindparam,
+    insert,
+    literal_column,
+)
 from sqlalchemy.engine import Dialect
+from sqlalchemy.sql import visitors
 from sqlalchemy.sql.compiler import SQLCompiler
 
 NOTHING: Mapping[str, Any] = {}
@@ -30,7 +42,8 @@ class _Query:
 class Prepared:
     """A statement with named parameters; rows are the driver's tuples, and values go to it as they are.
 
-    Of parameters declared as `expanding`, values are lists. Errors are those that SQLAlchemy raises.
+    Of parameters declared as `expanding`, values are lists. Errors are those that SQLAlchemy raises. Its own texts are
+    written out: where one might be what an index is limited to, SQLite plans anew at each execution with a parameter.
     """
 
     def __init__(self, statement: Select[Any] | Insert | Update | Delete | TextClause) -> None:
@@ -77,16 +90,21 @@ class Prepared:
 
 
 def _compile(statement: Any, values: Mapping[str, Any], dialect: Dialect, *, with_lists: bool) -> _Query:
+    def written_out(element: Any, **_: Any) -> Any:
+        if isinstance(element, BindParameter) and isinstance(element.value, str) and element.key not in values:
+            return literal_column("'" + element.value.replace("'", "''") + "'", element.type)
+        return None
+
+    statement = visitors.replacement_traverse(statement, {}, written_out)
     if with_lists:  # one parameter for each element
         statement, options = statement.params(values), {"render_postcompile": True}
     else:
         options = {}
     compiled: SQLCompiler = statement.compile(dialect=dialect, compile_kwargs=options)
     # Not those that each execution has to name, so that one without them is an error.
-    own = {
+    constants = {
         name: bound.value for bound, name in compiled.bind_names.items() if not bound.required and name not in values
     }
-    constants = {name: str(value) if isinstance(value, StrEnum) else value for name, value in own.items()}
     order = compiled.positiontup
     return _Query(str(compiled), constants, None if order is None else tuple(order))
 
