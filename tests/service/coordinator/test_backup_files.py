@@ -109,7 +109,7 @@ LATER = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision, branch_labels, depends_on = "0006", "0005", None, None
+revision, down_revision, branch_labels, depends_on = "0007", "0006", None, None
 
 
 def upgrade():
@@ -121,10 +121,10 @@ def test_a_backup_of_an_earlier_release_is_restored_by_a_later_one(
     database_url: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actors = begin(tmp_path / "run", url=database_url)
-    assert back_up(actors.home, tmp_path / "backup").manifest.revision == "0005"
+    assert back_up(actors.home, tmp_path / "backup").manifest.revision == "0006"
     later = migrations()
     shutil.copytree(later.get_main_option("script_location"), tmp_path / "migrations")
-    (tmp_path / "migrations" / "versions" / "0006_later.py").write_text(LATER)
+    (tmp_path / "migrations" / "versions" / "0007_later.py").write_text(LATER)
     later.set_main_option("script_location", str(tmp_path / "migrations"))
     for module in (database, whole_tables):
         monkeypatch.setattr(module, "migrations", lambda: later)
