@@ -2,7 +2,7 @@
 
 In this process, without HTTP, whose part does not depend on the past: processor time of this thread, the least of a few
 rounds, so that other load of the machine matters through its caches alone. SQLite. Maintenance is in seconds of the
-clock: a migration that counts everything once, and VACUUM.
+clock: the migrations from the first schema, of which one counts everything once, and VACUUM.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
+from alembic import command
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import create_engine
 
@@ -26,8 +27,7 @@ from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
 from coordinator.run.status import run_status
 from coordinator.storage import nodes, training, verdicts, work
-from coordinator.storage.database import Database
-from coordinator.storage.schema import final_counts, rejections
+from coordinator.storage.database import Database, migrations
 from coordinator.storage.work import StoredSubmission
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.messages import LeaseRequest, Registration
@@ -143,13 +143,12 @@ def _read_ms(read: Callable[[], object]) -> float:
 
 
 def _maintenance(url: str) -> dict[str, float]:
-    """Measure a migration from the schema before the counters, and VACUUM."""
+    """Measure the migrations from the first schema, and VACUUM."""
     database = Database(url)
     with database.write() as connection:
-        final_counts.drop(connection)
-        rejections.drop(connection)
-        connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN envelope")
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
+        config = migrations()
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0001")
     start = time.perf_counter()
     database.migrate()
     migrated = time.perf_counter()
