@@ -12,10 +12,7 @@ from typing import Final
 
 from markupsafe import Markup, escape
 
-from node.protocol.profiles import BLANK_LETTERS
-
-MAX_MARKS: Final = 2
-"""Combining marks on one character; Vietnamese and pointed Hebrew have as many."""
+from node.protocol.profiles import BLANK_LETTERS, MAX_MARKS
 
 _PLAIN_BLANKS: Final = frozenset(" \n")
 _NAMED: Final = {"\n": "↵\n", "\t": "⇥", "\r": "␍", "\x00": "␀", "\x1b": "␛", "\x7f": "␡"}

@@ -13,11 +13,18 @@ from shardcast.wire import Wire
 
 MAX_NICKNAME: Final = 32
 MAX_HARDWARE: Final = 64
+MAX_MARKS: Final = 3
+"""Combining marks on one letter: Devanagari has a nukta, a vowel and an anusvara, pointed Hebrew as many."""
 
 BLANK_LETTERS: Final = frozenset("\u115f\u1160\u3164\uffa0\u2800")
 """They have the category of a letter or a symbol, and no shape."""
 
-_CATEGORIES: Final = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd"))
+_SHAPELESS_MARKS: Final = frozenset(
+    map(chr, (0x34F, 0x17B4, 0x17B5, *range(0x180B, 0x180E), 0x180F, *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)))
+)
+"""The combining marks among Unicode's default ignorable characters: joiners and variation selectors."""
+_LETTERS: Final = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo"))
+_MARKS: Final = frozenset(("Mn", "Mc"))
 _PUNCTUATION: Final = frozenset(" ._-")
 _OTHER_THAN_HARDWARE: Final = re.compile(r"[^A-Za-z0-9 ._()/+,:-]+")
 
@@ -46,11 +53,12 @@ def hardware_of(device: str, engine: str, dtype: str) -> Hardware:
 
 def check_nickname(name: str) -> str:
     """Return `name`; raises Refusal, with what is wrong as a sentence, if it is no nickname."""
-    strange = next((one for one in name if not _is_allowed(one)), None)
+    strange = _strange_character(name)
     if not 1 <= len(name) <= MAX_NICKNAME:
         wrong = f"A nickname has 1 to {MAX_NICKNAME} characters."
     elif strange is not None:
-        wrong = f"A nickname has letters, digits, spaces and . _ - alone, not U+{ord(strange):04X}."
+        wrong = f"A nickname has letters (up to {MAX_MARKS} marks each), digits, spaces and . _ - alone, "
+        wrong += f"not U+{ord(strange):04X}."
     elif name != unicodedata.normalize("NFC", name):
         wrong = "A nickname is in Unicode's normal form C."
     elif name != " ".join(name.split()):
@@ -65,7 +73,17 @@ def fold_nickname(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text.casefold()).replace("_", " ").split())
 
 
-def _is_allowed(character: str) -> bool:
-    if character in _PUNCTUATION:
-        return True
-    return unicodedata.category(character) in _CATEGORIES and character not in BLANK_LETTERS
+def _strange_character(name: str) -> str | None:
+    """Return the first character that no nickname has there, None if there is none."""
+    marks_left = 0  # of the letter before
+    for character in name:
+        category = unicodedata.category(character)
+        if category in _MARKS:
+            marks_left -= 1
+            if marks_left < 0 or character in _SHAPELESS_MARKS:
+                return character
+            continue
+        marks_left = MAX_MARKS if category in _LETTERS else 0
+        if character in BLANK_LETTERS or not (category in _LETTERS or category == "Nd" or character in _PUNCTUATION):
+            return character
+    return None

@@ -5,6 +5,7 @@ Ranges of RunSpec are those of docs/run-toml.md.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 from .chat import CHAT_FORMAT
@@ -254,15 +255,25 @@ REQUEST_CLAIM = Record(
         "nonce": NONCE,
     }
 )
-LETTERS_WITHOUT_A_SHAPE = "\u115f\u1160\u2800\u3164\uffa0"
+WITHOUT_A_SHAPE = re.compile(
+    "[\u115f\u1160\u3164\uffa0\u034f\u17b4\u17b5\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]"
+)
+
+
+def _kind(char: str) -> str:
+    """Return what a character is in a nickname: l(etter), m(ark), o(ther), or nothing that belongs there (x)."""
+    category = unicodedata.category(char)
+    if char in " ._-" or category == "Nd":
+        return "o"
+    if WITHOUT_A_SHAPE.match(char):
+        return "x"
+    return {"Lu": "l", "Ll": "l", "Lt": "l", "Lm": "l", "Lo": "l", "Mn": "m", "Mc": "m"}.get(category, "x")
 
 
 def is_nickname(value: str) -> bool:
     """Whether a string is a nickname (3.8)."""
-    named = all(
-        char in " ._-" or (unicodedata.category(char) in "Lu Ll Lt Lm Lo Nd" and char not in LETTERS_WITHOUT_A_SHAPE)
-        for char in value
-    )
+    kinds = "".join(_kind(char) for char in value)
+    named = re.fullmatch("(l m{0,3} | o)*", kinds, re.VERBOSE) is not None
     spaced = value == value.strip(" ") and "  " not in value
     return 1 <= len(value) <= 32 and named and spaced and unicodedata.is_normalized("NFC", value)
 

@@ -14,6 +14,14 @@ from node.worker.daemon import WorkerSettings
 from shardcast.wire import encode
 
 NICKNAMES = ["a", "Zo\u00eb 7", "a.b_c-d", "\u05d3\u05d5\u05d3", "\u6771\u4eac", "0" * 32]
+MARKED = {
+    "Hindi": "\u0939\u093f\u0928\u094d\u0926\u0940",
+    "Hindi, three marks": "\u091c\u093c\u0940\u0902",
+    "Thai": "\u0e19\u0e49\u0e33\u0e1d\u0e19",
+    "Tamil": "\u0ba4\u0bae\u0bbf\u0bb4\u0bcd",
+    "Arabic": "\u0645\u064f\u062d\u064e\u0645\u064e\u0651\u062f",
+    "Yoruba": "\u1eb9\u0301",
+}
 NONE = {
     "": "1 to 32",
     "a" * 33: "1 to 32",
@@ -27,7 +35,17 @@ NONE = {
     "a\u00a0b": "U+00A0",
     "\u3164": "U+3164",
     "\u2800": "U+2800",
-    "a\u0301\u0301": "U+0301",
+    "\u00e1\u0301\u0301\u0301\u0301": "U+0301",
+    "\u0301a": "U+0301",
+    "7\u0301": "U+0301",
+    "a \u0301": "U+0301",
+    "a\u20dd": "U+20DD",
+    "a\ufe0f": "U+FE0F",
+    "a\u034f": "U+034F",
+    "\u1780\u17b4": "U+17B4",
+    "\u1820\u180f": "U+180F",
+    "a\U000e0100": "U+E0100",
+    "e\u0301": "normal form",
     "\U0001f600": "U+1F600",
     "\ud800": "U+D800",
     "\u212b": "normal form",
@@ -38,7 +56,8 @@ NONE = {
 
 
 def test_a_nickname_is_what_a_page_can_show_beside_an_id() -> None:
-    assert [check_nickname(name) for name in NICKNAMES] == NICKNAMES
+    for name in (*NICKNAMES, *MARKED.values()):
+        assert check_nickname(name) == name
     for name, wrong in NONE.items():
         with pytest.raises(Refusal, match=wrong.replace("+", r"\+")) as caught:
             check_nickname(name)
