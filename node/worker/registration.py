@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import UNSET, UnsetType
 
@@ -57,7 +58,7 @@ class Registrar:
 
     `dismissal` is the final refusal: the node is banned, its key is in use elsewhere, its nickname is none, or its
     invite does not let it in. `changed` is set with it. `invite` is shown to a run that takes new keys by invite alone.
-    Each registration tells the run's pages `nickname` and `hardware`, as they are then.
+    Each registration tells the run's pages `nickname` and `hardware`, as they are then, if the coordinator knows them.
     """
 
     def __init__(
@@ -113,10 +114,18 @@ class Registrar:
         Raises Refused and BadReply, but for `dismissal`.
         """
         work: ProofOfWork | UnsetType = UNSET
+        introduction = self._introduction()
+        bare = msgspec.structs.replace(introduction, nickname=UNSET, hardware=UNSET)
         for puzzles in itertools.count():
             try:
-                await self._client.register(self._registration(work), patience_seconds=FOREVER)
+                registration = msgspec.structs.replace(introduction, work=work)
+                await self._client.register(registration, patience_seconds=FOREVER)
             except Refused as error:
+                if error.code == Reason.BAD_REQUEST and introduction != bare:
+                    # An older coordinator does not know these fields (docs/protocol.md, 3.8).
+                    self._warn_once.note("registering without nickname and hardware", error)
+                    introduction = bare
+                    continue
                 if error.code == Reason.WORK_REQUIRED and puzzles < MOST_PUZZLES:
                     work = await self._solver.solve()
                     continue
@@ -126,14 +135,13 @@ class Registrar:
             self.heard()
             return
 
-    def _registration(self, work: ProofOfWork | UnsetType) -> Registration:
+    def _introduction(self) -> Registration:
         return Registration(
             software=software(),
             engine=self._engine,
             instance=self.instance.id,
             name=self.instance.name,
             invite=self._invite,
-            work=work,
             nickname=self.nickname or UNSET,
             hardware=self.hardware,
         )

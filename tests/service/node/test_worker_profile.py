@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from node.engines.torch import TorchEngine
+from node.protocol.reasons import Reason
 
 
 def telling(swarm):
@@ -31,6 +33,20 @@ async def test_a_worker_that_keeps_it_back_asks_no_driver(swarm):
     await swarm.work_once(shows_hardware=False)
     assert (registrations[0].hardware, registrations[0].nickname) == (UNSET, UNSET)
     assert swarm.status()["hardware"] is None
+
+
+async def test_an_older_coordinator_that_takes_neither_is_worked_for(swarm):
+    """A contributor who updates first would be refused without end, for what nothing depends on."""
+    registrations = []
+
+    def of_before(_node, sent):
+        registrations.append(sent)
+        return None if sent == replace(sent, nickname=UNSET, hardware=UNSET) else Reason.BAD_REQUEST
+
+    swarm.coordinator.on_registration = of_before
+    await swarm.work_once(nickname="Ada")
+    assert [sent.nickname for sent in registrations[:2]] == ["Ada", UNSET]
+    assert swarm.coordinator.submissions
 
 
 async def test_a_driver_that_cannot_tell_keeps_nobody_from_work(swarm):
