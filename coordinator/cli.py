@@ -94,6 +94,7 @@ def leader(
     """
     from coordinator.metrics.roles import leader_registry
     from coordinator.run.leader import Leader
+    from coordinator.run.release_watch import release_watch
     from node.runtime.metrics import serving_metrics
     from node.runtime.service_manager import ALIVE, READY, notify
 
@@ -104,7 +105,7 @@ def leader(
         signal.signal(number, lambda *_: stop.set())
     offering = Leader(home, name=name, keep_evidence_days=keep_evidence)
     registry = leader_registry(home, leads=lambda: offering.leading)
-    with serving_metrics(registry, metrics_host, metrics_port):
+    with serving_metrics(registry, metrics_host, metrics_port), release_watch(home):
         offering.run(stop, polled=lambda: notify(READY, ALIVE))
 
 
@@ -156,6 +157,7 @@ def verifier(
     from coordinator.integrity.start import check_start
     from coordinator.metrics.roles import VerifierMetrics, role_registry
     from coordinator.run.heartbeat import heartbeat
+    from coordinator.run.release_watch import release_watch
     from coordinator.storage.heartbeats import Role
     from coordinator.verifier.daemon import Verifier, VerifierSettings
     from coordinator.verifier.evidence import EvidenceLimits
@@ -182,7 +184,8 @@ def verifier(
     async def work() -> None:
         await Verifier(home, chosen, VerifierMetrics(registry)).run(stop_on_signals())
 
-    with serving_metrics(registry, metrics_host, metrics_port), heartbeat(home, Role.VERIFIER, name):
+    served = serving_metrics(registry, metrics_host, metrics_port)
+    with served, heartbeat(home, Role.VERIFIER, name), release_watch(home):
         asyncio.run(work())
 
 
@@ -280,6 +283,7 @@ def coordinator(
     from coordinator.http.shutdown import Server
     from coordinator.metrics.roles import watch_leadership
     from coordinator.run.leader import Leader, leader_thread
+    from coordinator.run.release_watch import release_watch
     from coordinator.run.service import Coordinator
     from coordinator.run.witnesses import witnessing_thread
     from node.client.witness import reachable_witnesses
@@ -327,7 +331,7 @@ def coordinator(
     # A thread that has a database connection's lock must not wait 5 ms for the interpreter's after each statement.
     sys.setswitchinterval(SWITCH_SECONDS)
     leading = leader_thread(offering) if role == "all" else contextlib.nullcontext()
-    with opened.peer, leading, witnessing_thread(service, asked):
+    with opened.peer, leading, witnessing_thread(service, asked), release_watch(home):
         Server(server_config(app, limits), app.state.service.shutdown).serve_on(listening)
 
 

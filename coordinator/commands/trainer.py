@@ -151,6 +151,7 @@ def _train(
     from coordinator.metrics.roles import TrainerMetrics, role_registry
     from coordinator.run.heartbeat import heartbeat
     from coordinator.run.peer_child import bracketed
+    from coordinator.run.release_watch import release_watch
     from coordinator.storage.facts import ORIGIN, put_fact
     from coordinator.storage.heartbeats import Role
     from coordinator.storage.training import newest_version
@@ -187,7 +188,8 @@ def _train(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: work.stop())
     try:
-        with serving_metrics(registry, *metrics_at), heartbeat(home, Role.TRAINER, socket.gethostname()):
+        beating = heartbeat(home, Role.TRAINER, socket.gethostname())
+        with serving_metrics(registry, *metrics_at), beating, release_watch(home):
             work.run()
     finally:
         server.stop()

@@ -83,10 +83,10 @@ def create_home(
         with database.read() as connection:
             known = read_facts(connection)
         if known:
-            _check_release(database, folder, unknown_revision)
+            check_release(database, folder, unknown_revision)
         spec = as_begun(spec, _recorded(known, folder)) if known else before_first(spec)
         database.migrate()
-        _check_release(database, folder, schema_difference)
+        check_release(database, folder, schema_difference)
         blobs = _initialise(database, folder, public_key=public_key, spec=spec, blobs_url=blobs_url)
     except BaseException:
         database.close()
@@ -190,7 +190,7 @@ def find_home(folder: Path, database_url: str | None) -> Home | None:
         database.close()
         return None
     try:
-        _check_release(database, folder, schema_difference)
+        check_release(database, folder, schema_difference)
         spec = _recorded(known, folder)
     except OtherRelease:
         database.close()
@@ -204,7 +204,7 @@ def find_home(folder: Path, database_url: str | None) -> Home | None:
     )
 
 
-def _check_release(database: Database, folder: Path, check: Callable[[Connection], str | None]) -> None:
+def check_release(database: Database, folder: Path, check: Callable[[Connection], str | None]) -> None:
     """Raise OtherRelease with what `check` says of the run's database, if anything."""
     with database.read() as connection:
         difference = check(connection)
