@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
 
 from fastapi import Request, Response
@@ -24,6 +25,8 @@ from node.protocol.reasons import Reason, Refusal
 log = logging.getLogger(__name__)
 
 UPLOAD_DEADLINE_SECONDS: Final = 120.0
+SYNCS_AT_ONCE: Final = 32
+"""Bodies that are synced to disk together; the file system writes its journal once for all of them."""
 
 
 class FolderIntake(Intake):
@@ -32,6 +35,8 @@ class FolderIntake(Intake):
     def __init__(self, coordinator: Coordinator, blobs: FolderBlobs, writes: WriteQueue) -> None:
         self._coordinator, self._blobs, self._writes = coordinator, blobs, writes
         self._uploading: set[str] = set()
+        # Not by run_in_threadpool, whose way there and back takes 50 µs more.
+        self._syncs = ThreadPoolExecutor(SYNCS_AT_ONCE, thread_name_prefix="sync of bodies")
 
     async def receive_body(self, request: Request, sender: Submitter) -> str:
         if sender.lease_id in self._uploading:
@@ -46,7 +51,7 @@ class FolderIntake(Intake):
                 except TimeoutError as error:
                     raise Refusal(Reason.BAD_REQUEST, "The body did not arrive in time.") from error
                 check_body(sender.claim, body.digest, body.size_bytes)
-                await run_in_threadpool(body.sync)
+                await asyncio.get_running_loop().run_in_executor(self._syncs, body.sync)
                 submit, envelope, now = self._coordinator.submit, sender.envelope, time.time()
                 return await self._writes.run(lambda: submit(sender.node, sender.lease_id, envelope, body, now=now))
         finally:
