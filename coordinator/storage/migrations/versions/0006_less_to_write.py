@@ -15,8 +15,11 @@ down_revision = "0005"
 branch_labels = None
 depends_on = None
 
-_BEFORE = {("node", "state"): None, ("ended_at",): None}
-_AFTER = {("node",): "state = 'active'", ("ended_at",): "ended_at IS NOT NULL"}
+_Indexes = Mapping[tuple[str, ...], str | None]
+"""Conditions by columns."""
+
+_BEFORE: _Indexes = {("node", "state"): None, ("ended_at",): None}
+_AFTER: _Indexes = {("node",): "state = 'active'", ("ended_at",): "ended_at IS NOT NULL"}
 
 
 def upgrade() -> None:
@@ -27,7 +30,7 @@ def downgrade() -> None:
     _replace(_AFTER, _BEFORE)
 
 
-def _replace(old: Mapping[tuple[str, ...], str | None], new: Mapping[tuple[str, ...], str | None]) -> None:
+def _replace(old: _Indexes, new: _Indexes) -> None:
     # The first step makes the tables as schema.py has them, so that the new ones may be there.
     for columns in {**old, **new}:
         op.drop_index(_name(columns), "leases", if_exists=True)
