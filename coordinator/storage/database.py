@@ -20,7 +20,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, make_url, text
 from sqlalchemy.exc import ArgumentError
 
 from coordinator.errors import BadConfiguration
-from coordinator.storage import locks, sqlite
+from coordinator.storage import locks, postgresql, sqlite
 from coordinator.storage.faults import DatabaseAway
 from coordinator.storage.leadership import FileLeadership, Leadership, SessionLeadership
 from coordinator.storage.prepared import Prepared
@@ -94,16 +94,23 @@ class Database:
         }
 
     def _open_postgresql(self, url: URL) -> None:
-        def settings(**more: str) -> dict[str, str]:
+        def settings(**more: str) -> dict[str, str | None]:
             options = " ".join(f"-c {name}={value}" for name, value in (POSTGRESQL_SETTINGS | more).items())
-            return {"options": options, "connect_timeout": "10"}
+            # psycopg prepares nothing, or it would deallocate all of a connection's, `Prepared`'s too, at a rollback.
+            return {"options": options, "connect_timeout": "10", "prepare_threshold": None}
 
         durable, lazy = settings(synchronous_commit="on"), settings(synchronous_commit="off")
         self._engine = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=durable)
         self._lazy = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=lazy)
         self._write_lock, self._wal = nullcontext(), None
-        self._reads = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-        self._writes = {True: self._engine, False: self._lazy}
+        for engine in (self._engine, self._lazy):
+            postgresql.prepare(engine)
+        writes = {postgresql.BEGIN: postgresql.WRITES}
+        self._reads = self._engine.execution_options(**{postgresql.BEGIN: postgresql.READS})
+        self._writes = {
+            True: self._engine.execution_options(**writes),
+            False: self._lazy.execution_options(**writes),
+        }
 
     def migrate(self) -> None:
         """Migrate the schema to this release's."""

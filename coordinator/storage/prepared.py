@@ -27,16 +27,25 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.sql import visitors
 from sqlalchemy.sql.compiler import SQLCompiler
 
+from coordinator.storage.postgresql import PreparedSession
+
 NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """A compiled statement: its text, its own constants, and the order of positional parameters."""
+    """A compiled statement: its text, its own constants, and the order of its parameters."""
 
     text: str
     constants: dict[str, Any]
-    order: tuple[str, ...] | None
+    order: tuple[str, ...]
+
+
+class _Numbered(dict[str, str]):
+    """The parameters of a text as "$1" and so on, in the order in which it first names them."""
+
+    def __missing__(self, name: str) -> str:
+        return self.setdefault(name, f"${len(self) + 1}")
 
 
 class Prepared:
@@ -79,9 +88,12 @@ class Prepared:
         given = {**query.constants, **values}
         for name, items in lists.items():
             given.update((f"{name}_{number}", item) for number, item in enumerate(items, 1))
-        driver: Any = connection.connection.dbapi_connection
-        parameters = given if query.order is None else [given[name] for name in query.order]
+        parameters = [given[name] for name in query.order]
         try:
+            if connection.dialect.name == "postgresql":
+                session = PreparedSession.of(connection)
+                return session.rows(query.text, parameters) if fetch else session.run(query.text, parameters)
+            driver: Any = connection.connection.dbapi_connection
             cursor = driver.execute(query.text, parameters)
             return cursor.fetchall() if fetch else cursor.rowcount
         except connection.dialect.loaded_dbapi.Error as error:
@@ -105,8 +117,10 @@ def _compile(statement: Any, values: Mapping[str, Any], dialect: Dialect, *, wit
     constants = {
         name: bound.value for bound, name in compiled.bind_names.items() if not bound.required and name not in values
     }
-    order = compiled.positiontup
-    return _Query(str(compiled), constants, None if order is None else tuple(order))
+    if compiled.positiontup is not None:
+        return _Query(str(compiled), constants, tuple(compiled.positiontup))
+    numbered = _Numbered()
+    return _Query(str(compiled) % numbered, constants, tuple(numbered))
 
 
 def insert_into(table: Table, *columns: str) -> Insert:

@@ -313,6 +313,27 @@ def test_a_database_that_went_away_is_away_and_comes_back(home: Home, postgresql
         assert connection.execute(select(func.count()).select_from(slots)).scalar_one() == 0
 
 
+def test_a_connection_that_breaks_under_a_prepared_statement_is_away_too(home: Home, postgresql: Any) -> None:
+    with pytest.raises(OperationalError) as raised, home.database.write() as connection:
+        locks.submitting(connection)
+        with psycopg.connect(postgresql.get_uri(), autocommit=True) as other:
+            other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [_name(home)])
+        locks.submitting(connection)
+    assert is_away(raised.value)
+    with home.database.write() as connection:
+        locks.submitting(connection)
+
+
+def test_a_prepared_statement_outlives_what_is_rolled_back(home: Home) -> None:
+    """By itself psycopg deallocates all of a connection's at a rollback, and every later request there would fail."""
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), home.database.write() as connection:
+            progress(connection)
+            for _ in range(10):  # from the sixth on psycopg would have it prepared
+                connection.execute(select(func.count()).select_from(slots))
+            1 / 0  # noqa: B018
+
+
 def test_nobody_listening_is_waited_for_and_then_said(tmp_path: Path) -> None:
     with pytest.raises(BadConfiguration, match="cannot be reached"):
         create_home(

@@ -21,6 +21,7 @@ from coordinator.http.metrics import Metrics
 from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
 from coordinator.run.status import run_status
+from coordinator.storage.postgresql import PreparedSession
 from node.protocol.admission import Outcome
 from node.protocol.reasons import Refusal
 
@@ -96,15 +97,20 @@ def test_nothing_that_a_run_does_all_the_time_reads_all_that_ever_was(tmp_path: 
 
 @contextmanager
 def recorded() -> Iterator[dict[str, Any]]:
-    """Statements and parameters of psycopg, by text."""
-    sent, execute = dict[str, Any](), psycopg.Cursor.execute
+    """Statements and parameters of psycopg, a dictionary, and of `Prepared`, a list; by text."""
+    sent, execute, execute_prepared = dict[str, Any](), psycopg.Cursor.execute, PreparedSession._execute
 
     def note(self: Any, query: Any, params: Any = None, **more: Any) -> Any:
         sent.setdefault(str(query), params)
         return execute(self, query, params, **more)
 
+    def note_prepared(self: Any, text: str, parameters: Any) -> Any:
+        sent.setdefault(text, parameters)
+        return execute_prepared(self, text, parameters)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psycopg.Cursor, "execute", note)
+        patch.setattr(PreparedSession, "_execute", note_prepared)
         yield sent
 
 
@@ -130,7 +136,8 @@ def test_nor_does_it_on_postgresql(tmp_path: Path, postgresql_url: str) -> None:
     with psycopg.connect(postgresql_url.replace("+psycopg", "")) as connection:
         connection.execute("SET enable_seqscan = off")
         for statement, parameters in plain:
-            ((plans,),) = connection.execute(f"EXPLAIN (FORMAT JSON) {statement}", parameters)
+            cursor = psycopg.RawCursor(connection) if isinstance(parameters, list) else connection.cursor()
+            ((plans,),) = cursor.execute(f"EXPLAIN (FORMAT JSON) {statement}", parameters)
             plan = json.loads(plans) if isinstance(plans, str) else plans
             assert list(whole_reads(plan[0]["Plan"])) == [], statement
     home.database.close()
