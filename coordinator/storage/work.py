@@ -170,7 +170,7 @@ def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
 def return_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> None:
     """End a lease on its holder's request and reopen the slot; raises Refusal."""
     locks.submitting(connection)
-    _active_lease(connection, node=node, lease_id=lease_id, now=now)
+    _active_lease(connection, statements.LOCKED_LEASE, node=node, lease_id=lease_id, now=now)
     _end_lease(connection, lease_id, LeaseState.RETURNED, now=now)
     note_return(connection, node, batch=spec.batch, now=now)
 
@@ -185,8 +185,15 @@ class StoredSubmission:
 
 
 def check_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> int:
-    """Return the id of the slot that `node` may submit under `lease_id`; raises Refusal."""
-    row = _active_lease(connection, node=node, lease_id=lease_id, now=now)
+    """Return the id of the slot that `node` may submit under `lease_id`, and lock nothing; raises Refusal."""
+    return _usable_lease(connection, statements.LEASE, node=node, lease_id=lease_id, spec=spec, now=now)
+
+
+def _usable_lease(
+    connection: Connection, statement: Prepared, *, node: str, lease_id: str, spec: RunSpec, now: float
+) -> int:
+    """Return the id of the slot that `node` may submit under `lease_id`, read by `statement`; raises Refusal."""
+    row = _active_lease(connection, statement, node=node, lease_id=lease_id, now=now)
     floor = row.at.floor(spec.batch)
     if row.version < floor:
         raise Refusal(Reason.STALE_POLICY, f"The slot is of policy {row.version}, the oldest still taken is {floor}.")
@@ -198,7 +205,7 @@ def submit(
 ) -> str:
     """Queue a stored submission for verification; return its id. Raises Refusal."""
     locks.submitting(connection)
-    slot_id = check_lease(connection, node=node, lease_id=lease_id, spec=spec, now=now)
+    slot_id = _usable_lease(connection, statements.LOCKED_LEASE, node=node, lease_id=lease_id, spec=spec, now=now)
     earlier = statements.KNOWN_BODY.first(connection, {"body": arrival.body, "slot": slot_id})
     if earlier is not None:
         submission, author = earlier
@@ -226,9 +233,9 @@ def submit(
     return name
 
 
-def _active_lease(connection: Connection, *, node: str, lease_id: str, now: float) -> _LeaseRow:
+def _active_lease(connection: Connection, statement: Prepared, *, node: str, lease_id: str, now: float) -> _LeaseRow:
     # `lease_id` is any text from a URL; PostgreSQL refuses NUL characters.
-    row = statements.LEASE.first(connection, {"lease": lease_id}) if is_digest(lease_id) else None
+    row = statement.first(connection, {"lease": lease_id}) if is_digest(lease_id) else None
     if row is None:
         raise Refusal(Reason.UNKNOWN_LEASE, f"Lease {lease_id[:16]}….")
     holder, state, expires_at, slot_id, version, slot_state, head, last_step = row

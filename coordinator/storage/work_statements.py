@@ -100,7 +100,7 @@ SITUATION = Prepared(
 )
 """Newest policy, last step, the newest policy's manifest, and `node`'s leases and submissions without a verdict."""
 
-LEASE = Prepared(
+_LEASE = (
     select(
         leases.c.node,
         leases.c.state,
@@ -113,8 +113,8 @@ LEASE = Prepared(
     )
     .join(slots, slots.c.id == leases.c.slot_id)
     .where(leases.c.lease == bindparam("lease"))
-    .with_for_update(of=leases)
 )
+LEASE, LOCKED_LEASE = Prepared(_LEASE), Prepared(_LEASE.with_for_update(of=leases))
 OVERDUE = Prepared(
     select(leases.c.lease, leases.c.node)
     .where(_ACTIVE, or_(leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late")))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from actors import PUBLIC_KEY, Actors, spec_of
+from actors import PUBLIC_KEY, Actors, spec_of, who
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import IntegrityError, OperationalError
@@ -213,3 +213,16 @@ def test_a_refused_request_is_not_done_later(tmp_path: Path) -> None:
         assert peer.send("POST", "/v1/leases", b"swapped", kept).code == "body_mismatch"
         assert peer.send("POST", "/v1/leases", body, kept).code == "replayed_request"
     home.database.close()
+
+
+def test_whether_somebody_may_submit_is_looked_up_without_writing(home: Home, coordinator: Coordinator) -> None:
+    """While writes wait, it decides in a read who may join them: an error there would refuse every upload."""
+    actors = Actors(home)
+    actors.register("a", "b")
+    actors.publish(0)
+    (lease,) = actors.lease("a", held=(0,))
+    coordinator.refuse_stranger(who("a"), lease.lease_id, now=actors.now)
+    for node, reason in ((who("b"), Reason.FOREIGN_LEASE), (who("nobody"), Reason.UNKNOWN_IDENTITY)):
+        with pytest.raises(Refusal) as raised:
+            coordinator.refuse_stranger(node, lease.lease_id, now=actors.now)
+        assert raised.value.reason is reason
