@@ -42,16 +42,20 @@ class SignedRequests:
         request.state.node = node  # for the log
         method, path = request.method, request.scope["path"]
         self._limiter.peek(node, now=time.monotonic())
-        if len(self._writes) >= STRANGERS_WAITING and class_of(method, path) is not RequestClass.JOIN:
+        kind, is_counted = class_of(method, path), False
+        if len(self._writes) >= STRANGERS_WAITING and kind is not RequestClass.JOIN:
             lease_id = request.path_params.get("lease_id")
             await run_in_threadpool(partial(self._coordinator.refuse_stranger, node, lease_id, now=time.time()))
 
-        def execute() -> T:
+        def execute() -> T:  # again where it would have waited for a lock, and counted once
+            nonlocal is_counted
             with self._coordinator.accept(node, claim, method=method, path=path, now=time.time()) as connection:
-                self._limiter.check(node, now=time.monotonic())
+                if not is_counted:
+                    self._limiter.check(node, now=time.monotonic())
+                    is_counted = True
                 return act(connection)
 
-        return await self._writes.run(execute)
+        return await self._writes.run(execute, leasing=kind is not RequestClass.DELIVERY)
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:

@@ -1,7 +1,8 @@
-"""Transactions of requests: on SQLite those that wait at the same time become one, in one thread.
+"""Transactions of requests: those that wait at the same time become one.
 
-A transaction, its locks and a change of threads cost as much as what most requests write or read. On PostgreSQL, where
-many wait for the server at once, each has a thread and a transaction of its own.
+A transaction, its locks and a change of threads cost as much as what most requests write or read. SQLite, with its one
+writer, has one thread for them. On PostgreSQL requests for work, which exclude each other, have one, and the others
+several, since each waits for the server most of its time.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from typing import Any, Final, TypeVar
 from starlette.concurrency import run_in_threadpool
 
 from coordinator.storage.database import Database
+from coordinator.storage.faults import LockHeld
 
 MOST_TOGETHER: Final = 16
 """Jobs of one transaction: a verifier waits for its end to write, about half a millisecond for each."""
+
+SERVER_THREADS: Final = 3
+"""Of PostgreSQL: the more there are, the fewer requests share a transaction."""
 
 T = TypeVar("T")
 _Outcome = tuple[Any, Exception | None]
@@ -30,9 +35,10 @@ _Waiting = tuple[Callable[[], Any], "asyncio.Future[Any]", float]
 class _JobQueue(abc.ABC):
     """Executes jobs with transactions for one event loop."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, *, threads: int = 1) -> None:
         self._database = database
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(self).__name__)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=type(self).__name__)
+        self._free_threads = threads
         self._waiting: deque[_Waiting] = deque()
         self._executing = 0
 
@@ -43,30 +49,34 @@ class _JobQueue(abc.ABC):
     async def run(self, job: Callable[[], T]) -> T:
         """Call `job` in a thread and return its result once its transaction has ended; raises what it raises.
 
-        Others wait for it: it reads no network, and no file that requests could have it read.
+        Others wait for it: it reads no network, and no file that requests could have it read. It is called again where
+        it would have waited for a lock, by itself, so that nobody else waits with it.
         """
-        if not self._database.shares_commits:
-            self._executing += 1
-            try:
-                return await run_in_threadpool(job)
-            finally:
-                self._executing -= 1
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append((job, done, time.perf_counter()))
-        if not self._executing:
+        if self._free_threads:
             self._start()
-        return await done
+        try:
+            return await done
+        except LockHeld:
+            self._executing += 1
+        try:
+            return await run_in_threadpool(job)
+        finally:
+            self._executing -= 1
 
     def _start(self) -> None:
         batch = [self._waiting.popleft() for _ in range(min(MOST_TOGETHER, len(self._waiting)))]
-        self._executing = len(batch)
+        self._executing += len(batch)
+        self._free_threads -= 1
         jobs, asked_at = [job for job, _, _ in batch], [asked_at for _, _, asked_at in batch]
         execute = partial(self._execute, jobs, asked_at)
-        execution = asyncio.get_running_loop().run_in_executor(self._thread, execute)
+        execution = asyncio.get_running_loop().run_in_executor(self._threads, execute)
         execution.add_done_callback(partial(self._finish, batch))
 
     def _finish(self, batch: list[_Waiting], execution: asyncio.Future[Any]) -> None:
-        self._executing = 0
+        self._executing -= len(batch)
+        self._free_threads += 1
         if self._waiting:
             self._start()
         if execution.cancelled():
@@ -86,11 +96,33 @@ class _JobQueue(abc.ABC):
         """Call `jobs`, waiting since `asked_at`, in one transaction; return what each returned, or what it raised."""
 
 
-class WriteQueue(_JobQueue):
-    """Executes jobs with write transactions; what they wrote is committed before any of them returns."""
+class _Writes(_JobQueue):
+    """Executes jobs with write transactions, `leasing` or not, as `Database.execute_together` says."""
+
+    def __init__(self, database: Database, *, leasing: bool = False, threads: int = 1) -> None:
+        super().__init__(database, threads=threads)
+        self._leasing = leasing
 
     def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[_Outcome]:
-        return self._database.execute_together(jobs, asked_at=asked_at)
+        return self._database.execute_together(jobs, asked_at=asked_at, leasing=self._leasing)
+
+
+class WriteQueue:
+    """Executes jobs with write transactions; what they wrote is committed before any of them returns."""
+
+    def __init__(self, database: Database) -> None:
+        if database.has_many_writers:
+            self._queues = [_Writes(database, threads=SERVER_THREADS), _Writes(database, leasing=True)]
+        else:
+            self._queues = [_Writes(database)]
+
+    def __len__(self) -> int:
+        """Return how many jobs wait or are being executed."""
+        return sum(map(len, self._queues))
+
+    async def run(self, job: Callable[[], T], *, leasing: bool = False) -> T:
+        """Call `job` as `_JobQueue.run` does; `leasing` says that it takes `locks.leasing`."""
+        return await self._queues[-1 if leasing else 0].run(job)
 
 
 class ReadQueue(_JobQueue):

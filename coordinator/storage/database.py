@@ -21,7 +21,7 @@ from sqlalchemy.exc import ArgumentError
 
 from coordinator.errors import BadConfiguration
 from coordinator.storage import locks, postgresql, sqlite
-from coordinator.storage.faults import DatabaseAway
+from coordinator.storage.faults import DatabaseAway, LockHeld, is_lock_held
 from coordinator.storage.leadership import FileLeadership, Leadership, SessionLeadership
 from coordinator.storage.prepared import Prepared
 from coordinator.storage.timings import TransactionTimer
@@ -47,6 +47,7 @@ _FLUSH: Final = text("SELECT pg_logical_emit_message(true, 'swarmproof', '')")
 
 _SAVEPOINT, _RELEASE = Prepared(text("SAVEPOINT job")), Prepared(text("RELEASE SAVEPOINT job"))
 _ROLL_BACK = Prepared(text("ROLLBACK TO SAVEPOINT job"))
+_DURABLE = Prepared(text("SET LOCAL synchronous_commit = on"))
 
 T = TypeVar("T")
 
@@ -140,27 +141,33 @@ class Database:
             yield connection
 
     @property
-    def shares_commits(self) -> bool:
-        """Whether `execute_together` and `read_together` save anything: not where transactions wait for a server."""
-        return self._wal is not None
+    def has_many_writers(self) -> bool:
+        """Whether transactions of `write` go on beside each other."""
+        return self._wal is None
 
     def execute_together(
-        self, jobs: Sequence[Callable[[], T]], *, asked_at: Sequence[float] = ()
+        self, jobs: Sequence[Callable[[], T]], *, asked_at: Sequence[float] = (), leasing: bool = False
     ) -> list[tuple[T | None, Exception | None]]:
-        """Call `jobs`, whose transactions of `write` become one; return what each returned, or what it raised.
+        """Call `jobs`, each with at most one transaction of `write`, which become one; return what each returned, or
+        what it raised.
 
-        `asked_at` is since when each has waited, by `time.perf_counter`, for the metrics.
+        `asked_at` is since when each has waited, by `time.perf_counter`, for the metrics. `leasing` says that they take
+        `locks.leasing`, and otherwise none does.
         A job that raises undoes its own writes alone, and `sync` waits once, after the commit, for all that asked for
-        it. Raises DatabaseAway, or StorageFault of the sync: then none is done. Not durable, as with `durable=False`.
+        it. One that would have waited for a lock on PostgreSQL has raised LockHeld, and is to be called by itself.
+        Raises DatabaseAway, or StorageFault of the sync: then none is done. Not durable, as with `durable=False`.
         """
         batch = self._batch
         with self._transaction(durable=False, asked_at=asked_at) as connection:
+            locks.together(connection, leasing=leasing)
             batch.connection, batch.is_sync_due = connection, False
             try:
                 outcomes = [_outcome(job) for job in jobs]
             finally:
                 batch.connection = None
-        if batch.is_sync_due:
+            if batch.is_sync_due and self._wal is None:  # its own commit is the flush
+                _DURABLE.run(connection)
+        if batch.is_sync_due and self._wal is not None:
             self.sync()
         return outcomes
 
@@ -228,9 +235,9 @@ def _savepoint(connection: Connection) -> Iterator[Connection]:
     _SAVEPOINT.run(connection)
     try:
         yield connection
-    except DatabaseAway:  # nothing can be undone, and the whole transaction ends
-        raise
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, DatabaseAway) and not is_lock_held(error):
+            raise  # nothing can be undone, and the whole transaction ends
         _ROLL_BACK.run(connection)
         _RELEASE.run(connection)
         raise
@@ -240,7 +247,9 @@ def _savepoint(connection: Connection) -> Iterator[Connection]:
 def _outcome(job: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return job(), None
-    except DatabaseAway:
+    except DatabaseAway as error:
+        if is_lock_held(error):
+            return None, LockHeld()
         raise
     except Exception as error:  # noqa: BLE001  (raised again by whoever waits for this job)
         return None, error

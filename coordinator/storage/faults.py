@@ -34,6 +34,15 @@ _SQLITE = {
 _AWAY_SQLSTATES = ("08", "53", "57P", "55P03", "40P01", "40001", "25006", "25P03", "58030")
 
 
+class LockHeld(Exception):
+    """A transaction among several that are one would have waited for a lock: nothing of it is done."""
+
+
+def is_lock_held(error: Exception) -> bool:
+    """Return whether PostgreSQL waited for a lock as long as it may."""
+    return getattr(getattr(error, "orig", None), "sqlstate", None) == "55P03"
+
+
 def is_away(error: Exception) -> bool:
     """Return whether the error is a temporary fault of the disk or the database, not of the statement."""
     code = getattr(getattr(error, "orig", None), "sqlite_errorcode", None)

@@ -7,7 +7,8 @@ A transaction begins with the function for its purpose and holds the locks to it
 - `deciding`: appends to the log in the order of the verdicts, one transaction at a time;
 - `submitting`: changes only the node's own rows; any number at once, except during `exclusive`.
 
-Other shared rows are locked individually. Locks are always taken in one order.
+Other shared rows are locked individually. Locks are always taken in one order, but for the rows of jobs that share a
+transaction: they wait for a row at most ROW_LOCK_MS, see `together`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from coordinator.storage.prepared import Prepared
 SPACE: Final = 0x76657269  # "veri"
 _BATCHES, _WORK, _LOG, LEADER = 1, 2, 3, 4
 
+ROW_LOCK_MS: Final = 10
+"""Less than the server waits before it looks for deadlocks, one of whose transactions it would end."""
+
 
 def _shared(lock: int) -> str:
     return f"pg_advisory_xact_lock_shared({SPACE}, {lock})"
@@ -33,6 +37,11 @@ def _exclusive(lock: int) -> str:
 _SUBMITTING: Final = Prepared(text(f"SELECT {_shared(_BATCHES)}"))
 _LEASING: Final = Prepared(text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_WORK)}"))
 _DECIDING: Final = Prepared(text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_LOG)}"))
+_BRIEFLY: Final = f"set_config('lock_timeout', '{ROW_LOCK_MS}ms', true)"
+_TOGETHER: Final = {
+    False: Prepared(text(f"SELECT {_shared(_BATCHES)}, {_BRIEFLY}")),
+    True: Prepared(text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_WORK)}, {_BRIEFLY}")),
+}
 _EXCLUSIVE: Final = Prepared(text(f"SELECT {_exclusive(_BATCHES)}, {_exclusive(_WORK)}, {_exclusive(_LOG)}"))
 
 
@@ -54,6 +63,13 @@ def deciding(connection: Connection) -> None:
 def exclusive(connection: Connection) -> None:
     """Lock before assigning a step's batch or changing the schema."""
     _acquire(connection, _EXCLUSIVE)
+
+
+def together(connection: Connection, *, leasing: bool) -> None:
+    """Lock before several jobs of a kind that execute in one transaction, in which each may wait for others' rows
+    only briefly: whoever has those may wait for rows of a job before it.
+    """
+    _acquire(connection, _TOGETHER[leasing])
 
 
 def _acquire(connection: Connection, statement: Prepared) -> None:

@@ -53,8 +53,8 @@ class SignedRequestLog:
 
     def _insert(self, connection: Connection, nonce: str, *, now: float) -> None:
         if not 0 <= now - self._forgot_at < FORGET_SECONDS:
+            self._forgot_at = now  # at once, so that no two threads delete the same ones
             _DELETE_EXPIRED.run(connection, {"now": now})
-            self._forgot_at = now
         try:
             _INSERT.run(connection, {"nonce": nonce, "expires_at": now + 2 * MAX_CLOCK_SKEW_SECONDS})
         except IntegrityError as error:

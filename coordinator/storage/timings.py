@@ -18,7 +18,7 @@ Operation = Literal["put", "get", "fetch", "look", "keep"]
 
 _WAIT: Final = Histogram(
     "swarmproof_database_wait_seconds",
-    "From asking for a transaction to its begin: for a connection; to write to SQLite, for the queue and the lock too.",
+    "From asking for a transaction to its begin: in the queue, for a connection; to write to SQLite, for the lock too.",
     ("kind",),
     buckets=WAIT_BUCKETS,
     registry=None,

@@ -5,12 +5,14 @@ Everything else that is said of a run's state is tested on both databases, in th
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,11 @@ from sqlalchemy.exc import OperationalError
 from waiting import until
 
 from coordinator.errors import BadConfiguration
+from coordinator.http.write_queue import WriteQueue
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.leader import Leader, last_leader, leader_thread
 from coordinator.storage import locks, verdicts, work
-from coordinator.storage.faults import is_away
+from coordinator.storage.faults import LockHeld, is_away
 from coordinator.storage.progress import progress
 from coordinator.storage.schema import leases, log_entries, slots, submissions
 from coordinator.storage.verdicts import QueueItem
@@ -235,6 +238,40 @@ def test_verdicts_in_any_order_of_their_nodes_neither_end_nor_hold_up_requests_f
         assert connection.execute(select(func.count()).where(submissions.c.outcome.is_not(None))).scalar_one() == 5
 
 
+async def test_requests_that_share_a_transaction_wait_for_nobody_elses_rows(others: list[Home]) -> None:
+    """Two of them, each with what the other waits for, would be a deadlock, and all that share one of them lose it."""
+    actors = Actors(others[0])
+    actors.register("a", "b", "c")
+    actors.publish(0)
+    jobs = []
+    for name in ("a", "b", "c"):
+        (lease,) = actors.lease(name, held=(0,))
+        jobs.append(partial(actors.submit, name, lease.lease_id))
+    queue = WriteQueue(actors.home.database)
+    with others[1].database.write() as connection:
+        of_b = select(leases.c.lease).where(leases.c.lease == jobs[1].args[1])
+        assert connection.execute(of_b.with_for_update()).scalar_one()
+        (a, a_failed), (b, b_failed), (c, c_failed) = actors.home.database.execute_together(jobs)
+        assert (a_failed, b, c_failed) == (None, None, None)
+        assert isinstance(b_failed, LockHeld)
+        calls, alone = list[bool](), threading.Event()
+
+        def submit() -> str:
+            calls.append(True)
+            if len(calls) == 2:  # by itself, after it was undone
+                alone.set()
+            return jobs[1]()
+
+        waiting = asyncio.create_task(queue.run(submit))
+        assert await queue.run(lambda: "done") == "done"
+        assert await asyncio.to_thread(alone.wait, 20)
+        assert not waiting.done()
+    assert await waiting
+    with others[1].database.read() as connection:
+        assert {a, c} < set(connection.execute(select(submissions.c.submission)).scalars())
+        assert connection.execute(select(func.count()).select_from(submissions)).scalar_one() == 3
+
+
 def test_everybody_at_once_loses_and_repeats_nothing(others: list[Home]) -> None:  # noqa: C901  (three parts)
     """Workers, verifiers and a trainer of a run, each with a connection of its own, as fast as they can."""
     actors = [Actors(home) for home in others]
@@ -348,7 +385,24 @@ def test_what_was_committed_lazily_is_on_disk_after_sync(home: Home, postgresql:
             home_actors_note(connection)
         written = watch.execute("SELECT pg_current_wal_insert_lsn()").fetchone()[0]
         home.database.sync()
-        assert watch.execute("SELECT pg_current_wal_flush_lsn() >= %s::pg_lsn", [written]).fetchone()[0]
+        assert watch.execute(_IS_FLUSHED, [written]).fetchone()[0]
+
+
+def test_what_asked_for_a_sync_among_others_is_on_disk_with_their_commit(home: Home, postgresql: Any) -> None:
+    inserted = list[str]()
+
+    def note() -> None:
+        with home.database.write(durable=False) as connection:
+            home_actors_note(connection)
+            inserted.append(connection.exec_driver_sql("SELECT pg_current_wal_insert_lsn()").scalar_one())
+        home.database.sync()
+
+    with psycopg.connect(postgresql.get_uri(), autocommit=True) as watch:
+        assert home.database.execute_together([note, lambda: None]) == [(None, None)] * 2
+        assert watch.execute(_IS_FLUSHED, inserted).fetchone()[0]
+
+
+_IS_FLUSHED = "SELECT pg_current_wal_flush_lsn() >= %s::pg_lsn"
 
 
 def home_actors_note(connection: Any) -> None:
