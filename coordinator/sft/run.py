@@ -54,7 +54,8 @@ from coordinator.training.world import World
 from node.chat.template import FolderTemplate
 from node.policy.errors import MalformedPolicy
 from node.policy.file import Policy, write_policy
-from node.policy.folder import MAX_BYTES, ModelFolder, open_folder
+from node.policy.folder import ModelFolder, open_folder
+from node.policy.model_files import MAX_BYTES
 from node.policy.models.base import RecurrentForCausalLM
 from node.protocol.run import LoraSpec
 from shardcast.content import file_digest

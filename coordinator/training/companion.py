@@ -12,8 +12,10 @@ import msgspec
 from transformers import PreTrainedTokenizerFast
 
 from node.policy.errors import MalformedPolicy
-from node.policy.folder import GENERATION, load_tokenizer, validate_folder
+from node.policy.folder import validate_folder
 from node.policy.inspection import tiny_policy
+from node.policy.model_files import GENERATION
+from node.policy.tokenizer_files import load_tokenizer
 from shardcast.errors import Malformed
 from shardcast.files import read_bounded, write_atomically
 

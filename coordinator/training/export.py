@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from coordinator.errors import CoordinatorError
 from coordinator.training.companion import Companion, kept_companion
 from node.policy.file import Policy, load_policy
-from node.policy.folder import GENERATION
+from node.policy.model_files import GENERATION
 from shardcast.store.reading import MANIFESTS, StoredVersions
 
 log = logging.getLogger(__name__)

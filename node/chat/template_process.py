@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from node.chat.template import MAX_RENDERED_CHARS, START_SECONDS, TemplateAnswer, TemplateQuery
-from node.policy.folder import load_tokenizer
 from node.policy.inspection_process import allow_cpu_time, limit_resources
+from node.policy.tokenizer_files import load_tokenizer
 
 _MAX_REASON = 300
 

@@ -16,8 +16,9 @@ import msgspec
 import torch
 
 from node.policy.errors import MalformedPolicy
-from node.policy.folder import check_chat_template, validate_folder
+from node.policy.folder import validate_folder
 from node.policy.inspection import Inspected
+from node.policy.tokenizer_files import check_chat_template
 
 CPU_SECONDS: Final = 120
 MEMORY_BYTES: Final = 8 * 2**30

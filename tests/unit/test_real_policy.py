@@ -20,7 +20,8 @@ from benchmarks.sizing.policy import (
     write_folder,
 )
 from benchmarks.sizing.swarm import rules
-from node.policy.folder import check_chat_template, validate_folder
+from node.policy.folder import validate_folder
+from node.policy.tokenizer_files import check_chat_template
 from node.protocol.run import parse_run_toml
 
 SMALL = {"layers": 1, "vocabulary": 2048}

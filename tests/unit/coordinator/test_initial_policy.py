@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from coordinator.training.initial import initial_policy
 from node.policy.file import save_policy, write_policy
-from node.policy.folder import load_tokenizer
+from node.policy.tokenizer_files import load_tokenizer
 from node.protocol.run import EnvironmentSpec, ModelSpec, ProofSpec, RunSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

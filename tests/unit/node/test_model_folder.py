@@ -22,9 +22,11 @@ from benchmarks.modelling.families import telling_fields
 from node.policy.errors import MalformedPolicy
 from node.policy.families import TINY_RECURRENT
 from node.policy.file import load_policy, write_policy
-from node.policy.folder import MAX_BYTES, check_chat_template, open_folder, validate_folder
+from node.policy.folder import open_folder, validate_folder
+from node.policy.model_files import MAX_BYTES
 from node.policy.models.tiny import MAKERS
 from node.policy.models.tiny_llama import EOS, make_tokenizer
+from node.policy.tokenizer_files import check_chat_template
 from node.policy.weights import INDEX, MAX_HEADER_BYTES, SINGLE, read_weights
 
 NORM = "model.norm.weight"
