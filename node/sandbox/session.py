@@ -5,6 +5,8 @@ address: objects are numbered in the order in which a program asks for it, sets 
 but a list of modules can be imported. What still shows an address is text, such as `<function f at 0x7f..>`, which
 `node.sandbox.cells` cleans outside.
 
+It is one file, because nothing of this package can be imported inside, and each file more is one that programs see.
+
 As in harness.py, nothing here is out of the code's reach. A program that takes it apart can make replies of its own
 that differ from machine to machine; the count of instructions and the memory's end are looked at once more after each
 cell, so that one that lost them by accident is in doubt.
