@@ -282,7 +282,11 @@ def test_a_clock_that_was_ahead_holds_up_no_step(start: Start) -> None:
     assert actors.assign() == 1
 
 
-@pytest.mark.parametrize("held_back", ["returned", "held"])
+@pytest.mark.parametrize(
+    ("database_url", "held_back"),
+    [("sqlite", "returned"), ("sqlite", "held"), ("postgresql", "held")],
+    indirect=["database_url"],
+)
 def test_a_third_of_the_nodes_that_withhold_what_they_dislike_change_nothing(start: Start, held_back: str) -> None:
     """Without waiting, 36 slots of the kind that was withheld were never trained on, and their share fell from 0.53
     to 0.39.

@@ -41,6 +41,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+SHORT: dict[str, Any] = {"epochs": 1, "batch": 24}
+"""One step over all rows, for what needs no training but its end."""
+
+
 @pytest.fixture(scope="module")
 def done() -> list[SftResult]:
     """What `undisturbed` has made, whose process for the chat template is a fork in tests alone."""
@@ -110,7 +114,7 @@ def test_every_loss_is_that_of_a_plain_loop(folder: Path) -> None:
 
 def test_a_run_takes_the_folder_with_all_that_the_first_one_said(folder: Path) -> None:
     """A lost end mark would have policies that never end; a lost template, chats that nobody can begin."""
-    assert run_job(job_in(folder)) is not None
+    assert run_job(job_in(folder, **SHORT)) is not None
     before, after = open_folder(folder / "model"), open_folder(folder / "tuned")
     assert (after.eos_ids, after.tokenizer.chat_template) == (before.eos_ids, CHAT)
     assert {tensor.dtype for tensor in after.tensors.values()} == {"BF16"}
@@ -125,7 +129,7 @@ def test_a_named_end_mark_becomes_the_models(folder: Path) -> None:
         run_job(job_in(folder))
     with pytest.raises(BadConfiguration, match="'<no>' is no token"):
         run_job(job_in(folder, end_mark="<no>"))
-    run_job(job_in(folder, end_mark="~"))
+    run_job(job_in(folder, end_mark="~", **SHORT))
     mark = AutoTokenizer.from_pretrained(folder / "tuned").convert_tokens_to_ids("~")
     assert mark in open_folder(folder / "tuned").eos_ids
     assert mark in json.loads((folder / "tuned" / "generation_config.json").read_text())["eos_token_id"]
@@ -172,7 +176,7 @@ def test_a_killed_preparation_is_done_again(folder: Path) -> None:
     data = folder / "state" / "data"
     data.mkdir(parents=True)
     (data / "tokens.bin").write_bytes(b"half of i")
-    assert run_job(job_in(folder)) is not None
+    assert run_job(job_in(folder, **SHORT)) is not None
 
 
 def test_nothing_is_done_where_it_could_not_be_written(folder: Path) -> None:
@@ -185,7 +189,7 @@ def test_nothing_is_done_where_it_could_not_be_written(folder: Path) -> None:
 
 
 def test_two_at_once_in_one_folder_are_refused(folder: Path) -> None:
-    job, refusals = job_in(folder), list[str]()
+    job, refusals = job_in(folder, **SHORT), list[str]()
 
     def again(_step: int) -> None:
         with pytest.raises(LocalFault) as refused:
@@ -233,9 +237,9 @@ def test_adapters_are_trained_and_the_merged_model_is_the_folder(folder: Path) -
 
 
 def test_stopped_adapters_go_on_and_end_alike_and_only_with_themselves(folder: Path) -> None:
-    job, steps = job_in(folder, lora=LoraSpec(rank=2, alpha=4.0)), list[int]()
+    job, steps = job_in(folder, epochs=1, lora=LoraSpec(rank=2, alpha=4.0)), list[int]()
     undisturbed = run_job(replace(job, to=folder / "other", state=folder / "other-state"))
-    with pytest.raises(SftStopped, match="after step 3 of 15"):
+    with pytest.raises(SftStopped, match="after step 3 of 5"):
         run_job(job, watcher=Watcher(steps.append), stop=lambda: 3 in steps)
     for lora in (None, LoraSpec(rank=2, alpha=2.0)):
         with pytest.raises(BadConfiguration, match="with another lora"):
