@@ -48,6 +48,17 @@ def test_files_whose_tests_ask_for_most_time_begin_first(run, pytester: pytest.P
     result.stdout.fnmatch_lines(["test_z.py .*", "test_files_whose_tests_ask_for_most_time_begin_first.py ..*"])
 
 
+def test_each_process_begins_to_read_at_another_file_and_all_run_them_in_one_order(run, pytester) -> None:
+    """In a fresh clone each would compile every file; and pytest-xdist ends a run whose processes differ in order."""
+    worker = {"workerid": "gw1", "workercount": 3}
+    pytester.makeconftest(f"def pytest_configure(config):\n    config.workerinput = {worker}")
+    code = "with open('read', 'a') as read:\n    read.write(__name__[-1])\n@pytest.mark.unit\ndef test():\n    pass\n"
+    pytester.makepyfile(test_y="import pytest\n" + code, test_z="import pytest\n" + code)
+    result = run(code)
+    assert (pytester.path / "read").read_text() == "yzr", "its own file is called ..._order"
+    result.stdout.fnmatch_lines(["test_each_*", "test_y.py*", "test_z.py*"])
+
+
 def test_a_flaky_test_in_quarantine_runs_and_fails_nothing(run) -> None:
     result = run(FLAKY.format(number=1, since="2999-01-01").replace("\n    ", "\n"))
     result.assert_outcomes(xfailed=1)
