@@ -95,23 +95,17 @@ async def run_worker(
     """Work for a run until `stop` is set; raises NodeError or ShardcastError for permanent failures."""
     share_heaps()
     observer.notify(EventKind.STARTED, software=software(), coordinators=list(settings.join.coordinators))
-    with WorkerState(settings.state) as state:
+    with contextlib.suppress(Stopped), WorkerState(settings.state) as state:
         log.info("node %s joins run %s…", node_id(key), settings.join.run_id[:16])
         async with contextlib.AsyncExitStack() as stack:
             coming = join_run(settings.join, key=key, state=settings.state, backoff=settings.backoff)
-            try:
-                session = await race(stack.enter_async_context(coming), stop)
-            except Stopped:
-                return
+            session = await race(stack.enter_async_context(coming), stop)
             descriptor = session.descriptor
             state.bind(settings.join.run_id, descriptor.spec.digest)
             feed = await stack.enter_async_context(
                 worker_datasets(session, state=settings.state, threads=settings.threads)
             )
-            try:
-                datasets = await race(fetch_datasets(feed, session), stop)
-            except Stopped:
-                return
+            datasets = await race(fetch_datasets(feed, session), stop)
             await asyncio.to_thread(
                 prepare_environments, descriptor.spec, datasets, may_install=settings.allow_environments
             )
