@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from node.policy.families import ATTENTION_FAMILIES
+
+if TYPE_CHECKING:
+    from node.policy.bfloat16 import PackedStates
 
 BLOCK_NUMBERS: Final = 2**20
 """Of a weight that are converted together: 4 MiB, which a processor's cache holds until they are multiplied."""
@@ -30,6 +33,8 @@ that its products take.
 """
 LEAST_ROWS: Final = 2
 """From which blocks are faster. A single row uses each number once, and torch's own kernel converts it on the way."""
+LEAST_PACKED_ROWS: Final = 16
+"""From which the kernel of `node.policy.bfloat16` is faster than blocks: it computes 64 rows or none."""
 
 
 class Linear(nn.Linear):
@@ -62,6 +67,11 @@ def multiply_exactly(states: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(states, weight.t(), out_dtype=torch.float32)
     if weight.dtype == torch.float32 or weight.is_cuda:
         return F.linear(states.float(), weight.float())
+    packed = _packed(states, weight) if len(states) >= LEAST_PACKED_ROWS else None
+    if packed is not None:
+        product = torch.empty(len(states), len(weight), dtype=torch.float32)
+        packed.multiply(weight, out=product)
+        return product
     return _multiply_blocks(states, weight, None, dtype=torch.float32)
 
 
@@ -118,10 +128,25 @@ class OutputHead:
         if self.weight.device.type != "cpu":
             yield self.logits(states)
             return
+        product = torch.empty(len(states), self.width, dtype=torch.float32)
+        packed = _packed(states, self.weight)
+        if packed is not None:
+            for rows in torch.split(self.weight, self.width):
+                packed.multiply(rows, out=product[:, : len(rows)])
+                yield self.rule.apply(product[:, : len(rows)])
+            return
         wide = states.float()
-        product = torch.empty(len(wide), self.width, dtype=torch.float32)
         for _, block in _blocks(self.weight):
             yield self.rule.apply(torch.mm(wide, block.t(), out=product[:, : len(block)]))
+
+
+def _packed(states: Tensor, weight: Tensor) -> PackedStates | None:
+    """Return states for products by instructions of this CPU; None where it has none."""
+    if weight.dtype != torch.bfloat16:
+        return None
+    from node.policy.bfloat16 import PackedStates  # noqa: PLC0415  (numba takes half a second to import)
+
+    return PackedStates.of(states, weight)
 
 
 def _wants_blocks(states: Tensor, weight: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numba  # type: ignore[import-untyped]
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from node.policy import products
+from node.policy import bfloat16, products
 from node.policy.file import load_policy
 from node.policy.products import Linear, OutputHead, multiply, multiply_exactly, use_blocks
 
@@ -52,16 +53,80 @@ def test_a_product_is_the_exact_one_rounded_once(
     torch.testing.assert_close(multiply_exactly(states, weight), F.linear(states.float(), weight.float()))
 
 
+@pytest.mark.parametrize("has_instruction", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
-@pytest.mark.parametrize("rows", [0, 1, 7])
-def test_an_output_heads_parts_are_its_logits(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 7, 70])
+def test_an_output_heads_parts_are_its_logits(
+    dtype: torch.dtype, rows: int, has_instruction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A vocabulary that no block divides; a head may have a norm's states in another dtype."""
     monkeypatch.setattr(products, "BLOCK_NUMBERS", 48 * 64)
+    if not has_instruction:
+        monkeypatch.setattr(bfloat16, "_kernel", lambda: None)
     head, states = OutputHead(drawn(150, 48, dtype=dtype)), drawn(rows, 48, dtype=torch.bfloat16)
     parts = [part.clone() for part in head.parts(states)]
     assert [part.shape[1] for part in parts] == [64, 64, 22]
     assert head.width == 64
-    torch.testing.assert_close(torch.cat(parts, 1), head.logits(states), rtol=1e-5, atol=1e-5)
+    exact = F.linear(states.float(), head.weight.float())
+    torch.testing.assert_close(torch.cat(parts, 1), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(head.logits(states), exact, rtol=1e-5, atol=1e-5)
+
+
+needs_instruction = pytest.mark.skipif(bfloat16._kernel() is None, reason="this CPU lacks AVX-512 BF16")
+
+
+@needs_instruction
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "vocabulary", "hidden"), [(1, 1, 2), (64, 5, 6), (65, 391, 1030), (130, 768, 512)])
+def test_products_by_instructions_are_those_of_float32(rows: int, vocabulary: int, hidden: int, threads: int) -> None:
+    """Tiles that divide neither side, pairs summed in several parts, and a row that is no number beside others.
+
+    A token's logits that were a neighbour's would reject honest work; a NaN that were lost would admit a broken policy.
+    """
+    states, weight = drawn(rows, hidden, dtype=torch.bfloat16), drawn(vocabulary, hidden, dtype=torch.bfloat16, seed=1)
+    states[-1, 0] = torch.nan
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = torch.full((rows, vocabulary + 3), 7.0)
+        packed = bfloat16.PackedStates.of(states, weight)
+        assert packed is not None
+        packed.multiply(weight, out=out[:, :vocabulary])
+    finally:
+        torch.set_num_threads(before)
+    exact = F.linear(states.double(), weight.double())
+    torch.testing.assert_close(out[:, :vocabulary].double(), exact, rtol=1e-5, atol=1e-4, equal_nan=True)
+    assert (out[:, vocabulary:] == 7.0).all()
+
+
+@needs_instruction
+def test_nothing_is_read_beyond_a_weight_or_written_beyond_the_products() -> None:
+    """The kernel takes addresses: what does not fit would read or write somebody else's memory."""
+    states, weight = drawn(3, 8, dtype=torch.bfloat16), drawn(20, 8, dtype=torch.bfloat16)
+    packed = bfloat16.PackedStates.of(states, weight)
+    assert packed is not None
+    fits = {"weight": weight, "out": torch.empty(3, 20)}
+    packed.multiply(**fits)
+    for wrong in (
+        {"weight": drawn(20, 6, dtype=torch.bfloat16)},
+        {"weight": drawn(20, 16, dtype=torch.bfloat16)[:, :8]},
+        {"weight": weight.float()},
+        {"out": torch.empty(3, 21)},
+        {"out": torch.empty(65, 20)},
+    ):
+        with pytest.raises(ValueError, match="no rows"):
+            packed.multiply(**{**fits, **wrong})
+    for unfit in (drawn(20, 7, dtype=torch.bfloat16), weight.half(), drawn(20, 16, dtype=torch.bfloat16)[:, ::2]):
+        assert bfloat16.PackedStates.of(states[:, : unfit.shape[1]].contiguous(), unfit) is None
+
+
+@pytest.mark.parametrize("setting", [("CPU_NAME", "generic"), ("CPU_FEATURES", "+avx"), ("ENABLE_AVX", 0)])
+def test_an_instruction_that_numba_is_told_to_do_without_is_not_used(
+    setting: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LLVM ends the process over an instruction that its target lacks."""
+    monkeypatch.setattr(numba.config, *setting)
+    assert bfloat16._kernel.__wrapped__() is None
 
 
 class Widest(TorchDispatchMode):
