@@ -67,8 +67,8 @@ class Service:
         self.shutdown = shutdown
         self.writes = WriteQueue(coordinator.home.database)
         per_node = RateLimiter(per_minute=limits.per_node, who="node")
-        self.signed = SignedRequests(coordinator, limiter=per_node, writes=self.writes)
-        self.receipts = ReadQueue(coordinator.home.database)
+        self.reads = ReadQueue(coordinator.home.database)
+        self.signed = SignedRequests(coordinator, limiter=per_node, writes=self.writes, reads=self.reads)
         self.registrations = AddressLimiter(per_minute=limits.registrations)
         self.intake = intake_of(coordinator, self.writes)
         self.descriptors = DescriptorWatch(coordinator.descriptors, shutdown)

@@ -9,11 +9,10 @@ from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
-from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.load_shedding import STRANGERS_WAITING, RequestClass, class_of
 from coordinator.http.rate_limits import RateLimiter
-from coordinator.http.write_queue import WriteQueue
+from coordinator.http.write_queue import ReadQueue, WriteQueue
 from coordinator.run.service import Coordinator
 from coordinator.storage.database import Connection
 from node.protocol.messages import MAX_MESSAGE_BYTES, RequestClaim
@@ -30,8 +29,8 @@ T = TypeVar("T")
 class SignedRequests:
     """Accepts the signed requests of a run's nodes, rate-limited per node."""
 
-    def __init__(self, coordinator: Coordinator, *, limiter: RateLimiter, writes: WriteQueue) -> None:
-        self._coordinator, self._limiter, self._writes = coordinator, limiter, writes
+    def __init__(self, coordinator: Coordinator, *, limiter: RateLimiter, writes: WriteQueue, reads: ReadQueue) -> None:
+        self._coordinator, self._limiter, self._writes, self._reads = coordinator, limiter, writes, reads
 
     async def execute(self, request: Request, node: str, claim: RequestClaim, act: Callable[[Connection], T]) -> T:
         """Return `act(transaction)`, called in a thread in the transaction that uses up the nonce; raises Refusal.
@@ -45,7 +44,7 @@ class SignedRequests:
         kind, is_counted = class_of(method, path), False
         if len(self._writes) >= STRANGERS_WAITING and kind is not RequestClass.JOIN:
             lease_id = request.path_params.get("lease_id")
-            await run_in_threadpool(partial(self._coordinator.refuse_stranger, node, lease_id, now=time.time()))
+            await self._reads.run(partial(self._coordinator.refuse_stranger, node, lease_id, now=time.time()))
 
         def execute() -> T:  # again where it would have waited for a lock, and counted once
             nonlocal is_counted

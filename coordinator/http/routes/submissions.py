@@ -95,16 +95,16 @@ async def receipt(
         raise Refusal(Reason.NOT_FOUND, "Not a submission's id.")
     read_receipt = partial(service.coordinator.receipt, submission)
     if not wait or not service.has_room_for_waiter:
-        found = await service.receipts.run(read_receipt)
+        found = await service.reads.run(read_receipt)
         if wait and isinstance(found, Pending):
             detail = "There is no verdict yet, and too many wait for theirs."
             raise TooManyRequests(detail, retry_after_seconds=RETRY_SECONDS[RequestClass.WORK])
     else:
         async with service.verdicts.subscribe(submission) as decided:
-            found = await service.receipts.run(read_receipt)
+            found = await service.reads.run(read_receipt)
             if isinstance(found, Pending):
                 await _wait(request, decided, service.shutdown, seconds=wait)
-                found = await service.receipts.run(read_receipt)
+                found = await service.reads.run(read_receipt)
     if isinstance(found, Pending):
         return Response(encode(found), status_code=202, media_type=endpoints.JSON)
     return respond_bytes(endpoints.RECEIPT, found)
