@@ -11,7 +11,6 @@ from fastapi import FastAPI
 from coordinator.dashboard.routes import add_dashboard
 from coordinator.http.connections import ConnectionQuota
 from coordinator.http.errors import add_error_handlers
-from coordinator.http.load_shedding import LoadShedder
 from coordinator.http.metrics import Metrics
 from coordinator.http.middleware import RequestMiddleware
 from coordinator.http.openapi import serve_document
@@ -41,8 +40,8 @@ def create_app(coordinator: Coordinator, *, limits: RequestLimits = DEFAULT_REQU
     service = Service(coordinator, limits=limits, metrics=metrics, shutdown=Shutdown(), connections=connections)
     app.state.service = service
     add_error_handlers(app, routers=ROUTERS, count=metrics.refused)
-    addresses, shedder = AddressLimiter(per_minute=limits.per_address), LoadShedder(service.writes)
-    app.add_middleware(RequestMiddleware, metrics=metrics, addresses=addresses, shedder=shedder)
+    addresses = AddressLimiter(per_minute=limits.per_address)
+    app.add_middleware(RequestMiddleware, metrics=metrics, addresses=addresses, shedder=service.shedder)
     for router in ROUTERS:
         app.include_router(router)
     add_dashboard(app, coordinator, shutdown=service.shutdown)

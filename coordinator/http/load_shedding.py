@@ -2,13 +2,16 @@
 
 In this order, each from a longer queue on: what only reads; new nodes and relays; leases, receipts and what a worker
 needs before it has work; and last of all what hands in or gives back leased work. Refusals are made before anything is
-read or verified, cost a tenth of an answer, and say when to come again. They are 429 and not 503: a client takes a
-503 to the run's next coordinator at once, which would carry the load of one to all.
+read or verified, cost a tenth of an answer, and say when to come again: when all that waits now is done. They are 429
+and not 503: a client takes a 503 to the run's next coordinator at once, which would carry the load of one to all.
+
+Whoever was let in is looked at again when he joins the queue: of a thousand who come at once all find it short, and
+their leases would leave no room for the uploads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import math
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +19,7 @@ from coordinator.http.rate_limits import TooManyRequests
 from node.protocol import endpoints
 
 if TYPE_CHECKING:
-    from starlette.types import Scope
+    from coordinator.http.write_queue import WriteQueue
 
 
 class RequestClass(StrEnum):
@@ -40,6 +43,13 @@ The last is less than the connections that there may be (`ConnectionLimits`), ea
 finds all of them taken is closed unanswered, and not told when to come again.
 """
 
+MOST_SECONDS: Final = 8.0
+"""What all that may wait takes at most, by the measured time of each: on a slow machine fewer may wait. Whoever waits
+for 30 s has gone (`node.client.http.ExchangeLimits`), and is answered to nobody's use."""
+
+LEAST_SHARE: Final = 1 / 16
+"""Of the limits, what is left of them however slow a write was: so many are still written together, and measured."""
+
 STRANGERS_WAITING: Final = 64
 """Unfinished writes from which a signer is looked up, in a read of its own, before its request is one of them. Half of
 what sheds the first class: nobody's free keys come near it."""
@@ -50,6 +60,9 @@ RETRY_SECONDS: Final = {
     RequestClass.WORK: 2,
     RequestClass.DELIVERY: 1,
 }
+"""The least that a refused request is told to stay away."""
+
+MOST_RETRY_SECONDS: Final = 60
 
 _NEVER: Final = frozenset({endpoints.HEALTH.path, endpoints.METRICS.path, endpoints.RUN.path, "/health-line"})
 """What tells a balancer, an operator, open pages and the nodes that and where the run is: cached, and cheap."""
@@ -69,15 +82,24 @@ def class_of(method: str, path: str) -> RequestClass | None:
 class LoadShedder:
     """Refuses requests by class while `writes` is long."""
 
-    def __init__(self, writes: Sized) -> None:
+    def __init__(self, writes: WriteQueue) -> None:
         self._writes = writes
 
-    def check(self, scope: Scope) -> None:
-        """Raise TooManyRequests for a request that is shed now."""
+    def is_waited_for(self, limit: int) -> bool:
+        """Whether `limit` unfinished writes wait, or as many as take as long as that many should."""
         waiting = len(self._writes)
-        if waiting < MOST_WAITING[RequestClass.READ]:
+        if waiting >= limit:
+            return True
+        seconds = self._writes.seconds_each * MOST_WAITING[RequestClass.DELIVERY]
+        share = MOST_SECONDS / max(seconds, MOST_SECONDS)
+        return waiting >= limit * max(share, LEAST_SHARE)
+
+    def check(self, method: str, path: str) -> None:
+        """Raise TooManyRequests for a request that is shed now."""
+        if not self.is_waited_for(MOST_WAITING[RequestClass.READ]):
             return
-        kind = class_of(scope["method"], scope["path"])
-        if kind is not None and waiting >= MOST_WAITING[kind]:
+        kind = class_of(method, path)
+        if kind is not None and self.is_waited_for(MOST_WAITING[kind]):
+            wait = min(len(self._writes) * self._writes.seconds_each, MOST_RETRY_SECONDS)
             detail = "The coordinator has more requests than it can answer now; nothing was done."
-            raise TooManyRequests(detail, retry_after_seconds=RETRY_SECONDS[kind])
+            raise TooManyRequests(detail, retry_after_seconds=max(RETRY_SECONDS[kind], math.ceil(wait)))

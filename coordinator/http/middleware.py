@@ -48,7 +48,7 @@ class RequestMiddleware:
 
         try:
             self._addresses.check(address_of(scope), now=time.monotonic())
-            self._shedder.check(scope)
+            self._shedder.check(scope["method"], scope["path"])
             _check_framing(scope)
             await self._app(scope, receive, note_status)
         except asyncio.CancelledError:  # shutdown, or the client disconnected

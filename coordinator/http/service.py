@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from coordinator.http.connections import DEFAULT_CONNECTION_LIMITS, ConnectionQuota
 from coordinator.http.descriptor_watch import DescriptorWatch
 from coordinator.http.intake import intake_of
+from coordinator.http.load_shedding import LoadShedder
 from coordinator.http.log_watch import LogWatch
 from coordinator.http.metrics import Metrics
 from coordinator.http.rate_limits import AddressLimiter, RateLimiter
@@ -68,7 +69,10 @@ class Service:
         self.writes = WriteQueue(coordinator.home.database)
         per_node = RateLimiter(per_minute=limits.per_node, who="node")
         self.reads = ReadQueue(coordinator.home.database)
-        self.signed = SignedRequests(coordinator, limiter=per_node, writes=self.writes, reads=self.reads)
+        self.shedder = LoadShedder(self.writes)
+        self.signed = SignedRequests(
+            coordinator, limiter=per_node, writes=self.writes, reads=self.reads, shedder=self.shedder
+        )
         self.registrations = AddressLimiter(per_minute=limits.registrations)
         self.intake = intake_of(coordinator, self.writes)
         self.descriptors = DescriptorWatch(coordinator.descriptors, shutdown)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from coordinator.http.load_shedding import STRANGERS_WAITING, RequestClass, class_of
+from coordinator.http.load_shedding import STRANGERS_WAITING, LoadShedder, RequestClass, class_of
 from coordinator.http.rate_limits import RateLimiter
 from coordinator.http.write_queue import ReadQueue, WriteQueue
 from coordinator.run.service import Coordinator
@@ -29,8 +29,17 @@ T = TypeVar("T")
 class SignedRequests:
     """Accepts the signed requests of a run's nodes, rate-limited per node."""
 
-    def __init__(self, coordinator: Coordinator, *, limiter: RateLimiter, writes: WriteQueue, reads: ReadQueue) -> None:
-        self._coordinator, self._limiter, self._writes, self._reads = coordinator, limiter, writes, reads
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        limiter: RateLimiter,
+        writes: WriteQueue,
+        reads: ReadQueue,
+        shedder: LoadShedder,
+    ) -> None:
+        self._coordinator, self._limiter, self._shedder = coordinator, limiter, shedder
+        self._writes, self._reads = writes, reads
 
     async def execute(self, request: Request, node: str, claim: RequestClaim, act: Callable[[Connection], T]) -> T:
         """Return `act(transaction)`, called in a thread in the transaction that uses up the nonce; raises Refusal.
@@ -42,7 +51,7 @@ class SignedRequests:
         method, path = request.method, request.scope["path"]
         self._limiter.peek(node, now=time.monotonic())
         kind, is_counted = class_of(method, path), False
-        if len(self._writes) >= STRANGERS_WAITING and kind is not RequestClass.JOIN:
+        if self._shedder.is_waited_for(STRANGERS_WAITING) and kind is not RequestClass.JOIN:
             lease_id = request.path_params.get("lease_id")
             await self._reads.run(partial(self._coordinator.refuse_stranger, node, lease_id, now=time.time()))
 
@@ -54,6 +63,7 @@ class SignedRequests:
                     is_counted = True
                 return act(connection)
 
+        self._shedder.check(method, path)
         return await self._writes.run(execute, leasing=kind is not RequestClass.DELIVERY)
 
 

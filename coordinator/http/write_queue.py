@@ -18,8 +18,16 @@ from typing import Any, Final, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
+from coordinator.http.rate_limits import TooManyRequests
 from coordinator.storage.database import Database
 from coordinator.storage.faults import LockHeld
+
+MOST_WAIT_SECONDS: Final = 20.0
+"""After which a job is not begun: whoever waits for 30 s has gone (`node.client.http.ExchangeLimits`), and his lease
+would be held by nobody."""
+
+MEASURED_OVER: Final = 64
+"""Jobs over which the time of one is averaged."""
 
 MOST_TOGETHER: Final = 16
 """Jobs of one transaction: a verifier waits for its end to write, about half a millisecond for each."""
@@ -33,27 +41,38 @@ _Waiting = tuple[Callable[[], Any], "asyncio.Future[Any]", float]
 
 
 class _JobQueue(abc.ABC):
-    """Executes jobs with transactions for one event loop."""
+    """Executes jobs with transactions for one event loop.
+
+    `seconds_each` is the mean time from the end of one job to that of the next while others wait: what each of those
+    that wait adds to the wait of the next one.
+    """
 
     def __init__(self, database: Database, *, threads: int = 1) -> None:
+        self.seconds_each = 0.0
         self._database = database
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=type(self).__name__)
         self._free_threads = threads
         self._waiting: deque[_Waiting] = deque()
         self._executing = 0
+        self._busy_since: float | None = None
 
     def __len__(self) -> int:
         """Return how many jobs wait or are being executed."""
         return len(self._waiting) + self._executing
 
-    async def run(self, job: Callable[[], T]) -> T:
+    async def run(self, job: Callable[[], T], *, is_last: bool = False) -> T:
         """Call `job` in a thread and return its result once its transaction has ended; raises what it raises.
 
+        Raises TooManyRequests where it could not be begun within MOST_WAIT_SECONDS; nothing is done then.
+
         Others wait for it: it reads no network, and no file that requests could have it read. It is called again where
-        it would have waited for a lock, by itself, so that nobody else waits with it.
+        it would have waited for a lock, by itself, so that nobody else waits with it. The last of a request's jobs
+        waits for those that are executed now, and not a second time for all others: it holds a body.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append((job, done, time.perf_counter()))
+        asked_at = time.perf_counter()
+        job = partial(_in_time, job, asked_at)
+        (self._waiting.appendleft if is_last else self._waiting.append)((job, done, asked_at))
         if self._free_threads:
             self._start()
         try:
@@ -64,6 +83,7 @@ class _JobQueue(abc.ABC):
             return await run_in_threadpool(job)
         finally:
             self._executing -= 1
+            self._note_end(1)
 
     def _start(self) -> None:
         batch = [self._waiting.popleft() for _ in range(min(MOST_TOGETHER, len(self._waiting)))]
@@ -77,6 +97,7 @@ class _JobQueue(abc.ABC):
     def _finish(self, batch: list[_Waiting], execution: asyncio.Future[Any]) -> None:
         self._executing -= len(batch)
         self._free_threads += 1
+        self._note_end(len(batch))
         if self._waiting:
             self._start()
         if execution.cancelled():
@@ -91,9 +112,23 @@ class _JobQueue(abc.ABC):
             else:
                 done.set_exception(error)
 
+    def _note_end(self, jobs: int) -> None:
+        """Take the time since the last end, if others have waited since, into the mean."""
+        now = time.perf_counter()
+        if self._busy_since is not None:
+            seconds = (now - self._busy_since) / jobs
+            self.seconds_each += (seconds - self.seconds_each) * jobs / MEASURED_OVER
+        self._busy_since = now if len(self) else None
+
     @abc.abstractmethod
     def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[_Outcome]:
         """Call `jobs`, waiting since `asked_at`, in one transaction; return what each returned, or what it raised."""
+
+
+def _in_time(job: Callable[[], T], asked_at: float) -> T:
+    if time.perf_counter() - asked_at > MOST_WAIT_SECONDS:
+        raise TooManyRequests("It would have taken too long; nothing was done.", retry_after_seconds=2)
+    return job()
 
 
 class _Writes(_JobQueue):
@@ -120,9 +155,14 @@ class WriteQueue:
         """Return how many jobs wait or are being executed."""
         return sum(map(len, self._queues))
 
-    async def run(self, job: Callable[[], T], *, leasing: bool = False) -> T:
+    @property
+    def seconds_each(self) -> float:
+        """What each job that waits adds at most to the wait of the next one."""
+        return max(queue.seconds_each for queue in self._queues)
+
+    async def run(self, job: Callable[[], T], *, leasing: bool = False, is_last: bool = False) -> T:
         """Call `job` as `_JobQueue.run` does; `leasing` says that it takes `locks.leasing`."""
-        return await self._queues[-1 if leasing else 0].run(job)
+        return await self._queues[-1 if leasing else 0].run(job, is_last=is_last)
 
 
 class ReadQueue(_JobQueue):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import urllib.request
 from collections.abc import Callable, Sized
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +14,17 @@ from urllib.error import HTTPError
 import pytest
 from actors import Actors, spec_of
 from prepared_replies import RUN_KEY
-from swarm import INSTANCE, Peer, Reply, serve
+from sqlalchemy import select
+from swarm import INSTANCE, Peer, Reply, running, serve, worker_thread
 from waiting import until
 
-import coordinator.app
-from coordinator.http import load_shedding, signed_requests
+from coordinator.http import load_shedding, service, signed_requests
 from coordinator.http.connections import ConnectionLimits
 from coordinator.http.load_shedding import RequestClass, class_of
+from coordinator.http.rate_limits import TooManyRequests
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
+from coordinator.storage.schema import submissions
 from node.protocol import endpoints
 from node.protocol.endpoints import Endpoint
 from node.protocol.messages import LeaseRequest, SubmissionReply
@@ -35,7 +38,7 @@ def test_what_costs_nobody_his_work_is_turned_away_first(tmp_path: Path, monkeyp
     queues = list[Sized]()
     shedder = load_shedding.LoadShedder
     monkeypatch.setattr(load_shedding, "MOST_WAITING", LIMITS)
-    monkeypatch.setattr(coordinator.app, "LoadShedder", lambda writes: queues.append(writes) or shedder(writes))
+    monkeypatch.setattr(service, "LoadShedder", lambda writes: queues.append(writes) or shedder(writes))
     home = create_home(tmp_path, public_key=RUN_KEY.public_key().public_bytes_raw(), spec=spec_of())
     Actors(home).publish(0)
     with serve(Coordinator(home, key=RUN_KEY)) as url, ThreadPoolExecutor(4) as threads:
@@ -68,6 +71,30 @@ def test_what_costs_nobody_his_work_is_turned_away_first(tmp_path: Path, monkeyp
     home.database.close()
 
 
+def test_a_worker_whose_upload_was_turned_away_hands_in_the_same_group_later(
+    tmp_path: Path, tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each refusal would cost it a slot's work, just when there is most to do."""
+    turned_away = list[str]()
+
+    class Overloaded(load_shedding.LoadShedder):
+        def check(self, method: str, path: str) -> None:
+            if "/submissions/" in path and len(turned_away) < 2:
+                turned_away.append(path.rpartition("/")[2])
+                raise TooManyRequests("Too many write.", retry_after_seconds=1)
+            super().check(method, path)
+
+    monkeypatch.setattr(service, "LoadShedder", Overloaded)
+    with running(tmp_path / "run", tiny_policy_path) as swarm:
+        with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker") as status:
+            until(lambda: int(str(status().get("admitted", 0))) >= 2)
+        with swarm.home.database.read() as connection:
+            handed_in = set(connection.execute(select(submissions.c.lease)).scalars())
+    assert len(turned_away) == 2
+    assert set(turned_away) <= handed_in
+    assert status()["rejected"] == 0
+
+
 @pytest.mark.parametrize("path", ["/v1/submissions/{}", "/v1/leases/{}/return", "/v1/leases"])
 def test_attack_requests_of_keys_that_nobody_registered_deny_leases_to_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
@@ -77,7 +104,7 @@ def test_attack_requests_of_keys_that_nobody_registered_deny_leases_to_nobody(
     shedder = load_shedding.LoadShedder
     monkeypatch.setattr(load_shedding, "MOST_WAITING", LIMITS)
     monkeypatch.setattr(signed_requests, "STRANGERS_WAITING", 1)
-    monkeypatch.setattr(coordinator.app, "LoadShedder", lambda writes: queues.append(writes) or shedder(writes))
+    monkeypatch.setattr(service, "LoadShedder", lambda writes: queues.append(writes) or shedder(writes))
     home = create_home(tmp_path, public_key=RUN_KEY.public_key().public_bytes_raw(), spec=spec_of())
     Actors(home).publish(0)
     with serve(Coordinator(home, key=RUN_KEY)) as url, ThreadPoolExecutor(8) as threads:
@@ -98,6 +125,40 @@ def test_attack_requests_of_keys_that_nobody_registered_deny_leases_to_nobody(
             honest.append(threads.submit(ask, worker))
             until(lambda: len(queues[0]) == 2)
         assert [one.result(timeout=60).status for one in honest] == [200, 200]
+    home.database.close()
+
+
+def test_leases_that_were_let_in_together_leave_the_uploads_their_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage all come at once, and each finds a short queue."""
+    writes, reads, looked_up = list[Sized](), list[Sized](), threading.Event()
+    shedder, queue, refuse = load_shedding.LoadShedder, service.ReadQueue, Coordinator.refuse_stranger
+    monkeypatch.setattr(load_shedding, "MOST_WAITING", LIMITS)
+    monkeypatch.setattr(signed_requests, "STRANGERS_WAITING", 1)
+    monkeypatch.setattr(service, "LoadShedder", lambda queue: writes.append(queue) or shedder(queue))
+    monkeypatch.setattr(service, "ReadQueue", lambda database: reads.append(queue(database)) or reads[0])
+    monkeypatch.setattr(
+        Coordinator, "refuse_stranger", lambda *args, **named: looked_up.wait(60) and refuse(*args, **named)
+    )
+    home = create_home(tmp_path, public_key=RUN_KEY.public_key().public_bytes_raw(), spec=spec_of())
+    Actors(home).publish(0)
+    with serve(Coordinator(home, key=RUN_KEY)) as url, ThreadPoolExecutor(8) as threads:
+        peers = [Peer(url, home.run_id) for _ in range(4)]
+        assert {peer.register().status for peer in peers} == {200}
+        *idle, worker = peers
+        lease = worker.lease().lease_id
+        with home.database.write():  # holds up everybody else's
+            threads.submit(Peer(url, home.run_id).register)
+            until(lambda: len(writes[0]) == 1)
+            leases = [threads.submit(ask, peer) for peer in idle]
+            until(lambda: len(reads[0]) == len(idle))
+            looked_up.set()
+            until(lambda: len(writes[0]) == LIMITS[RequestClass.WORK])
+            delivery = threads.submit(worker.submit, lease, b"a group")
+            until(lambda: len(writes[0]) == LIMITS[RequestClass.DELIVERY])
+        assert sorted(one.result(timeout=60).status for one in leases) == [200, 200, 429]
+        assert delivery.result(timeout=60).status == 202
     home.database.close()
 
 

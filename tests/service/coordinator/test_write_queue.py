@@ -12,6 +12,9 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
+from coordinator.http import load_shedding, write_queue
+from coordinator.http.load_shedding import LoadShedder, RequestClass
+from coordinator.http.rate_limits import TooManyRequests
 from coordinator.http.write_queue import MOST_TOGETHER, ReadQueue, WriteQueue
 from coordinator.storage.database import Database, sqlite_url
 from node.protocol.reasons import Reason, Refusal
@@ -109,3 +112,35 @@ async def test_reads_that_wait_share_a_snapshot_in_which_is_what_was_there_when_
     assert len(begun) == 2, "the first one's, and theirs"
     assert written(database) == [1]
     assert len(begun) == 3, "others have their own again"
+
+
+async def test_a_slow_queue_tells_whoever_is_turned_away_to_stay_away_for_longer(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He would come again, and cost a refusal, before the coordinator has done anything of what waits."""
+    clock, release, queue = [0.0], threading.Event(), WriteQueue(database)
+    monkeypatch.setattr(write_queue.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(write_queue, "MEASURED_OVER", MOST_TOGETHER)
+
+    def slow() -> None:
+        clock[0] += 0.25
+
+    first = asyncio.create_task(queue.run(release.wait))
+    others = [asyncio.create_task(queue.run(slow)) for _ in range(MOST_TOGETHER)]
+    await asyncio.sleep(0)
+    clock[0] = 1000.0  # nobody waited for all of this
+    release.set()
+    await asyncio.gather(first, *others)
+    assert queue.seconds_each == pytest.approx(0.25)
+    monkeypatch.setattr(WriteQueue, "__len__", lambda _: 30)
+    monkeypatch.setattr(load_shedding, "MOST_WAITING", dict.fromkeys(RequestClass, 30))
+    for method, path, seconds_each, seconds in (
+        ("POST", "/v1/leases", 0.25, 8),
+        ("POST", "/v1/leases", 0.001, 2),
+        ("PUT", "/v1/submissions/x", 0.001, 1),
+        ("GET", "/v1/status", 99.0, 60),
+    ):
+        queue.seconds_each = seconds_each
+        with pytest.raises(TooManyRequests) as refused:
+            LoadShedder(queue).check(method, path)
+        assert refused.value.retry_after_seconds == seconds
