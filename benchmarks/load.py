@@ -22,6 +22,11 @@ Then the closed loop again, on PostgreSQL with two and with four API processes (
 take turns at them. On as many cores as one API and its server fill, that says what more processes cost, and not what
 they bring on more machines.
 
+Then `loading.overload`: three times what a closed loop delivers, offered by workers who obey Retry-After.
+`goodput_at_3x_overload_sqlite` is what is delivered then over `delivered_per_s_sqlite`, the capacity, and
+`refused_lease_at_3x_overload_sqlite` the share of the leases that were refused. Generator and stand-in share a core,
+and the coordinator has the other one.
+
 Then `loading.processor`: what a lease, an upload and a receipt cost the coordinator's process, each alone, as
 `processor_ms_lease_sqlite` and so on, and as `processor_ms_per_request_sqlite`, the mean of the three.
 
@@ -45,6 +50,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -58,6 +64,7 @@ from typing import Any
 
 from benchmarks.loading.coordinator import Served, judging, serving
 from benchmarks.loading.growth import GROWING, growth
+from benchmarks.loading.overload import KINDS, Overload, deliveries, overload, own_cores
 from benchmarks.loading.postgresql import running_postgresql
 from benchmarks.loading.processor import WORKERS, processor_ms
 from benchmarks.loading.verdicts import verdicts_per_s
@@ -67,10 +74,8 @@ from benchmarks.timing import quantile
 
 GRACE_SECONDS = 120.0
 A_MILLION = 1_000_000
-NOT_MEASURED = {
-    "slower_with_1e6_submissions": "only with --history",
-    "goodput_at_3x_overload": "no phase offers three times the capacity yet",
-}
+NOT_MEASURED = {"slower_with_1e6_submissions": "only with --history"}
+PARTS = ("requests", "overload", "processor", "verdicts")
 
 
 @dataclass(frozen=True)
@@ -141,12 +146,12 @@ def arrivals(
     return plan
 
 
-def workers_of(served: Served, count: int, options: argparse.Namespace) -> list[SimulatedWorker]:
-    """Make workers, each with an address of its own, which take turns at the APIs."""
+def workers_of(served: Served, count: int, options: argparse.Namespace, *, first: int = 0) -> list[SimulatedWorker]:
+    """Make workers, each with an address of its own, the `first` one's number, which take turns at the APIs."""
     run_id, ports = served.home.run_id, served.ports
     return [
         SimulatedWorker(run_id, ports[index % len(ports)], f"127.1.{index >> 8}.{index & 255}", options.body_bytes)
-        for index in range(count)
+        for index in range(first, first + count)
     ]
 
 
@@ -177,6 +182,41 @@ async def load(served: Served, options: argparse.Namespace) -> list[LoadPhase]:
     for worker in workers:
         worker.close()
     return phases
+
+
+async def overloaded(served: Served, options: argparse.Namespace) -> tuple[float, Overload]:
+    """Measure capacity, overload, and capacity again; return the capacity, deliveries a second, and the overload."""
+    numbers = itertools.count(2 * options.workers)
+    workers = workers_of(served, options.workers, options, first=options.workers)
+    for index in range(0, len(workers), options.busy):
+        each = workers[index : index + options.busy]
+        await asyncio.gather(*(worker.persist("register", samples=[]) for worker in each))
+    await workers[0].persist("receipt", samples=[])  # until the stand-in has started
+    loops = [await closed_loop(served, workers[: options.busy], seconds=options.seconds / 3)]
+    found = await overload(
+        served,
+        workers,
+        new_worker=lambda: workers_of(served, 1, options, first=next(numbers))[0],
+        capacity_per_s=deliveries(loops[0].samples) / loops[0].seconds,
+        seconds=options.seconds,
+        rng=random.Random(options.seed),
+    )
+    loops.append(await closed_loop(served, workers[: options.busy], seconds=options.seconds / 3))
+    for worker in workers:
+        worker.close()
+    before, after = (deliveries(loop.samples) / loop.seconds for loop in loops)
+    cpu_ms = [1000 * loop.cpu_seconds / max(1, deliveries(loop.samples)) for loop in loops]
+    say(
+        f"{found.offered_per_s:.0f} slots/s offered, {found.delivered_per_s:.1f} delivered; capacity {before:.1f} and "
+        f"{after:.1f}; {found.cpu_ms:.2f} ms of the coordinator's processor time for each, {cpu_ms[0]:.2f} and "
+        f"{cpu_ms[1]:.2f} at capacity; the generator took {100 * found.generator_share:.0f} % of its core; "
+        f"{found.failures} failures"
+    )
+    for kind in KINDS:
+        count = sum(sample.kind == kind for sample in found.samples)
+        share, p99 = 100 * found.refused_share(kind), found.p99_ms(kind)
+        say(f"  {kind:<10} {count:>7}   {share:5.1f} % refused   p99 of the others {p99:7.1f} ms")
+    return (before + after) / 2, found
 
 
 def tell(phase: LoadPhase) -> None:
@@ -294,6 +334,30 @@ def growth_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
+def overload_of(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Offer each database's coordinator three times its capacity."""
+    found: dict[str, Any] = {}
+    for database in ("sqlite", "postgresql"):
+        if options.only not in (None, database):
+            continue
+        inside = folder / f"overload-{database}"
+        inside.mkdir()
+        say(f"overload, {database}")
+        with contextlib.ExitStack() as running:
+            url = running.enter_context(running_postgresql())[0] if database == "postgresql" else None
+            served = running.enter_context(serving(inside, database_url=url))
+            judge = running.enter_context(judging(inside / "data", url))
+            running.enter_context(own_cores(served, judge))
+            capacity, one = asyncio.run(overloaded(served, options))
+        found[f"delivered_per_s_{database}"] = round(capacity, 1)
+        found[f"goodput_at_3x_overload_{database}"] = round(one.delivered_per_s / capacity, 2)
+        for kind in KINDS:
+            found[f"refused_{kind}_at_3x_overload_{database}"] = round(one.refused_share(kind), 3)
+        found[f"failures_at_3x_overload_{database}"] = one.failures
+    worst = min(found[name] for name in found if name.startswith("goodput"))
+    return found | {"goodput_at_3x_overload": worst}
+
+
 def verdicts_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Measure verdicts per second, by database and number of verifiers."""
     found: dict[str, float] = {}
@@ -325,23 +389,23 @@ def main() -> None:
     parser.add_argument("--apis", type=int, nargs="*", default=[2, 4], help="of PostgreSQL (default 2 4)")
     parser.add_argument("--batches", type=int, default=5, help="of which the least processor time counts (default 5)")
     parser.add_argument("--history", type=int, nargs="+", default=[], help="only growth, with so many submissions")
-    parser.add_argument("--processor-only", action="store_true", help="measure processor_ms_... and nothing else")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="measure these only")
     options = parser.parse_args()
+    parts = () if options.history else options.parts
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         sync = sync_ms(folder)
         figures: dict[str, Any] = {"workers": options.workers, "errors": 0, "offered_per_s": options.rate}
         for name, run in (("sqlite", on_sqlite), ("postgresql", on_postgresql)):
-            if options.only in (None, name) and not options.processor_only and not options.history:
+            if options.only in (None, name) and "requests" in parts:
                 (folder / name).mkdir()
                 found, errors = run(folder / name, options)
                 figures |= found | {"errors": figures["errors"] + errors}
+        for part, measure in (("overload", overload_of), ("processor", processor_of), ("verdicts", verdicts_of)):
+            if part in parts:
+                figures |= measure(folder, options)
         if options.history:
             figures |= growth_of(folder, options)
-        else:
-            figures |= processor_of(folder, options)
-        if not options.processor_only and not options.history:
-            figures |= verdicts_of(folder, options)
         figures |= {"sync_ms": round(sync, 2), **dict.fromkeys(NOT_MEASURED), **figures}
     notes = {key: getattr(options, key) for key in ("busy", "seconds", "body_bytes", "seed")} | NOT_MEASURED
     report("load", options, figures, notes)

@@ -132,14 +132,15 @@ def wait_for_port(output: Path, process: subprocess.Popen[bytes]) -> int:
 
 
 @contextlib.contextmanager
-def judging(data: Path, database_url: str | None = None) -> Iterator[None]:
-    """Run a process that admits all submissions by the verifier's own transactions, without a prefill."""
+def judging(data: Path, database_url: str | None = None) -> Iterator[int]:
+    """Run a process that admits all submissions by the verifier's own transactions, without a prefill; yield its id."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     process = context.Process(target=_judge, args=(data, database_url, stop), daemon=True)
     process.start()
+    assert process.pid is not None
     try:
-        yield
+        yield process.pid
     finally:
         stop.set()
         process.join(30)

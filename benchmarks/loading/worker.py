@@ -13,6 +13,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.loading.http import Answer, Connection
+from node.client.api import DEFAULT_BACKOFF
 from node.protocol.messages import LeaseReply, LeaseRequest, Registration, RequestClaim, SubmissionReply
 from node.protocol.requests import sign_request
 from shardcast.wire import decode, digest, encode
@@ -20,6 +21,9 @@ from shardcast.wire import decode, digest, encode
 MAX_REPLY_BYTES = 2**20
 STATUS_EVERY = 10
 WAIT_SECONDS = 20
+AGAIN = (0, 429, 503)
+"""What a worker keeps its group for: no answer, and to come again."""
+
 INSTANCE = "0" * 32
 """Each of these workers has a key of its own, so all may say that they are the same machine."""
 
@@ -55,15 +59,41 @@ class SimulatedWorker:
         self._rounds = random.randrange(STATUS_EVERY)
         self._next: Callable[[], Coroutine[Any, Any, Answer]] = self.register
 
-    async def step(self, *, due: float, samples: list[RequestSample]) -> None:
-        """Send the next request of this worker's life; it was due at `due`, by perf_counter."""
+    async def step(
+        self,
+        *,
+        due: float,
+        samples: list[RequestSample],
+        request: Callable[[], Coroutine[Any, Any, Answer]] | None = None,
+    ) -> tuple[str, Answer]:
+        """Send `request`, or the next one of this worker's life; return its kind and the answer, of status 0 if none.
+
+        It was due at `due`, by perf_counter.
+        """
         async with self._one_at_a_time:
-            kind = self._next.__name__
+            send = request or self._next
+            kind = send.__name__
             try:
-                status = (await self._next()).status
+                answer = await send()
             except OSError:
-                status = 0
-            samples.append(RequestSample(kind, due, time.perf_counter() - due, status))
+                answer = Answer(0, b"")
+            samples.append(RequestSample(kind, due, time.perf_counter() - due, answer.status))
+        return kind, answer
+
+    async def persist(self, goal: str, *, samples: list[RequestSample]) -> None:
+        """Go on until a request of the kind `goal` is answered with 200, and pause after refusals as a worker does."""
+        failures = 0
+        while True:
+            self.skip_status()
+            kind, answer = await self.step(due=time.perf_counter(), samples=samples)
+            if 200 <= answer.status < 300:
+                failures = 0
+                if kind == goal and answer.status == 200:
+                    return
+                continue
+            failures += 1
+            pause = answer.retry_after_seconds * random.uniform(1.0, 1.5)  # as in node.client.calls
+            await asyncio.sleep(max(DEFAULT_BACKOFF.delay(failures), pause))
 
     def close(self) -> None:
         """End its connection."""
@@ -91,16 +121,19 @@ class SimulatedWorker:
     async def upload(self) -> Answer:
         body = random.randbytes(self.body_bytes)
         answer = await self._signed("PUT", f"/v1/submissions/{self._lease}", body)
-        self._next = self.lease
+        if answer.status not in AGAIN:
+            self._next = self.lease
         if answer.status == 202:
             self._submission = decode(SubmissionReply, answer.body, max_bytes=MAX_REPLY_BYTES).submission
             self._next = self.receipt
         return answer
 
     async def receipt(self) -> Answer:
-        self._rounds += 1
-        self._next = self.lease if self._rounds % STATUS_EVERY else self.status
-        return await self._connection.send("GET", f"/v1/receipts/{self._submission}?wait={WAIT_SECONDS}")
+        answer = await self._connection.send("GET", f"/v1/receipts/{self._submission}?wait={WAIT_SECONDS}")
+        if answer.status == 200:
+            self._rounds += 1
+            self._next = self.lease if self._rounds % STATUS_EVERY else self.status
+        return answer
 
     async def status(self) -> Answer:
         self._next = self.lease
