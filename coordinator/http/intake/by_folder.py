@@ -53,7 +53,9 @@ class FolderIntake(Intake):
                 check_body(sender.claim, body.digest, body.size_bytes)
                 await asyncio.get_running_loop().run_in_executor(self._syncs, body.sync)
                 submit, envelope, now = self._coordinator.submit, sender.envelope, time.time()
-                return await self._writes.run(lambda: submit(sender.node, sender.lease_id, envelope, body, now=now))
+                return await self._writes.run(
+                    lambda: submit(sender.node, sender.lease_id, envelope, body, now=now), is_last=True
+                )
         finally:
             self._uploading.discard(sender.lease_id)
 

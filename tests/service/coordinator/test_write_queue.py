@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from coordinator.http import load_shedding, write_queue
 from coordinator.http.load_shedding import LoadShedder, RequestClass
 from coordinator.http.rate_limits import TooManyRequests
-from coordinator.http.write_queue import MOST_TOGETHER, ReadQueue, WriteQueue
+from coordinator.http.write_queue import MOST_TOGETHER, MOST_WAIT_SECONDS, ReadQueue, WriteQueue
 from coordinator.storage.database import Database, sqlite_url
 from node.protocol.reasons import Reason, Refusal
 
@@ -66,6 +66,36 @@ async def test_those_that_wait_share_a_commit_and_a_sync(database: Database, mon
     assert together == [1, MOST_TOGETHER, 1]
     assert len(synced) == 2
     assert written(database) == list(range(MOST_TOGETHER + 1))
+
+
+async def test_a_request_with_a_body_at_hand_does_not_wait_for_all_others_again(database: Database) -> None:
+    """As many bodies would be open as requests wait, and each upload would take as long as two."""
+    queue, release, order = WriteQueue(database), threading.Event(), list[int]()
+    first = asyncio.create_task(queue.run(release.wait))
+    others = [asyncio.create_task(queue.run(lambda number=number: order.append(number))) for number in range(3)]
+    others.append(asyncio.create_task(queue.run(lambda: order.append(3), is_last=True)))
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(first, *others)
+    assert order == [3, 0, 1, 2]
+
+
+async def test_nothing_is_done_for_whoever_has_gone(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """His lease would be held by nobody, and the time for it is what made him go."""
+    clock, begun, release, queue = [0.0], threading.Event(), threading.Event(), WriteQueue(database)
+    monkeypatch.setattr(write_queue.time, "perf_counter", lambda: clock[0])
+    first = asyncio.create_task(queue.run(lambda: begun.set() or release.wait()))
+    late = asyncio.create_task(queue.run(writer(database, 1)))
+    await asyncio.to_thread(begun.wait)
+    clock[0] = MOST_WAIT_SECONDS + 1
+    in_time = asyncio.create_task(queue.run(writer(database, 2)))
+    await asyncio.sleep(0)
+    release.set()
+    assert await first
+    with pytest.raises(TooManyRequests):
+        await late
+    assert await in_time == 2
+    assert written(database) == [2]
 
 
 def test_one_that_is_refused_undoes_what_it_wrote_and_nothing_else(database: Database) -> None:
@@ -128,7 +158,7 @@ async def test_a_slow_queue_tells_whoever_is_turned_away_to_stay_away_for_longer
     first = asyncio.create_task(queue.run(release.wait))
     others = [asyncio.create_task(queue.run(slow)) for _ in range(MOST_TOGETHER)]
     await asyncio.sleep(0)
-    clock[0] = 1000.0  # nobody waited for all of this
+    clock[0] = 10.0  # nobody waited for all of this
     release.set()
     await asyncio.gather(first, *others)
     assert queue.seconds_each == pytest.approx(0.25)
