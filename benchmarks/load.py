@@ -32,6 +32,7 @@ Then `loading.processor`: what a lease, an upload and a receipt cost the coordin
 
 Last, one verifier process on `--groups` submissions that wait, with an engine that computes nothing and finds all
 perfect (`loading.verdicts`): `verdicts_per_s_sqlite` and `verdicts_per_s_postgresql`, `..._verifiers_2` with two.
+`verdict_cpu_ms_sqlite` is the processor time of the verifiers for each, which other load of the machine changes less.
 
 With `--history N ...` nothing but `loading.growth`: what the database's part of a lease, an upload, a verdict and a
 receipt, and what status, metrics and page cost with N submissions in the database, `lease_history_1000` and so on, and
@@ -362,16 +363,16 @@ def verdicts_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Measure verdicts per second, by database and number of verifiers."""
     found: dict[str, float] = {}
     for verifiers, suffix in ((1, ""), (2, "_verifiers_2")):
-        if options.only != "postgresql":
-            inside = folder / f"verdicts-sqlite-{verifiers}"
-            rate = verdicts_per_s(inside, groups=options.groups, verifiers=verifiers)
-            found[f"verdicts_per_s_sqlite{suffix}"] = round(rate, 1)
-        if options.only != "sqlite":
-            inside = folder / f"verdicts-postgresql-{verifiers}"
-            with running_postgresql() as (url, _):
-                rate = verdicts_per_s(inside, groups=options.groups, verifiers=verifiers, database_url=url)
-            found[f"verdicts_per_s_postgresql{suffix}"] = round(rate, 1)
-    say(", ".join(f"{name} {rate}" for name, rate in found.items()))
+        for database in ("sqlite", "postgresql"):
+            if options.only not in (None, database):
+                continue
+            inside = folder / f"verdicts-{database}-{verifiers}"
+            with contextlib.ExitStack() as running:
+                url = running.enter_context(running_postgresql())[0] if database == "postgresql" else None
+                rate, ms = verdicts_per_s(inside, groups=options.groups, verifiers=verifiers, database_url=url)
+            found[f"verdicts_per_s_{database}{suffix}"] = round(rate, 1)
+            found[f"verdict_cpu_ms_{database}{suffix}"] = round(ms, 2)
+    say(", ".join(f"{name} {value}" for name, value in found.items()))
     return found
 
 

@@ -28,18 +28,7 @@ class Connection(asyncio.Protocol):
         self._waiting: asyncio.Future[None] | None = None
 
     async def send(self, method: str, path: str, *, body: bytes = b"", authorization: str = "") -> Answer:
-        """Send one request and return its answer. Raise OSError. A PUT waits for 100 Continue, as a worker does.
-
-        Cancelled, it ends the connection, on which the answer may still come.
-        """
-        try:
-            return await self._send(method, path, body, authorization)
-        except asyncio.CancelledError:
-            if self._transport is not None:
-                self._transport.abort()
-            raise
-
-    async def _send(self, method: str, path: str, body: bytes, authorization: str) -> Answer:
+        """Send one request and return its answer. Raise OSError. A PUT waits for 100 Continue, as a worker does."""
         transport = self._transport
         if transport is None or transport.is_closing():
             loop = asyncio.get_running_loop()

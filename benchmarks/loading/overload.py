@@ -97,6 +97,7 @@ class _Crowd:
         self._new_worker = new_worker
         self._readers = [new_worker() for _ in range(STATUS_EVERY)]
         self._tasks = set[asyncio.Task[None]]()
+        self._over = asyncio.Event()
 
     async def begin(self, *, per_s: float, seconds: float, rng: random.Random) -> int:
         """Begin slots at workers that are idle, for `seconds`; return how many were to begin."""
@@ -120,10 +121,9 @@ class _Crowd:
             self._start(self._deliver(self._idle.pop()))
 
     async def end(self) -> None:
-        """Cancel all requests under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Wait for the requests under way: the coordinator would do them for nobody while the capacity is measured."""
+        self._over.set()
+        await asyncio.gather(*self._tasks)
         for reader in self._readers:
             reader.close()
 
@@ -133,12 +133,12 @@ class _Crowd:
         task.add_done_callback(self._tasks.discard)
 
     async def _deliver(self, worker: SimulatedWorker) -> None:
-        await worker.persist("receipt", samples=self.samples)
+        await worker.persist("receipt", samples=self.samples, over=self._over)
         self._idle.append(worker)
 
     async def _arrive(self) -> None:
         worker = self._new_worker()
-        await worker.persist("register", samples=self.samples)
+        await worker.persist("register", samples=self.samples, over=self._over)
         worker.close()
 
     async def _read(self, reader: SimulatedWorker) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
+import psutil
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import func, insert, select
@@ -96,8 +97,13 @@ def perfect_prefills(_spec: RunSpec, _share: float) -> PerfectPrefills:
     return PerfectPrefills()
 
 
-def verdicts_per_s(folder: Path, *, groups: int, verifiers: int = 1, database_url: str | None = None) -> float:
-    """Measure how many of `groups` waiting submissions `verifiers` processes judge in a second."""
+def verdicts_per_s(
+    folder: Path, *, groups: int, verifiers: int = 1, database_url: str | None = None
+) -> tuple[float, float]:
+    """Measure how many of `groups` waiting submissions `verifiers` processes judge in a second.
+
+    Return that, and the milliseconds of their processor time that each takes.
+    """
     key = Ed25519PrivateKey.generate()
     home = create_home(
         folder / "data", public_key=key.public_key().public_bytes_raw(), spec=SPEC, database_url=database_url
@@ -115,7 +121,7 @@ def verdicts_per_s(folder: Path, *, groups: int, verifiers: int = 1, database_ur
         _submit(home, _published(home, server, folder), groups=groups)
         for process in started:
             process.start()
-        return _rate(home, groups)
+        return _rate(home, groups, [psutil.Process(process.pid) for process in started])
     finally:
         stop.set()
         for process in started:
@@ -191,22 +197,26 @@ def _rollout(seed: bytes, prompt: list[int], completion: list[int], proof: bytes
     )
 
 
-def _rate(home: Home, groups: int) -> float:
-    """Return verdicts per second after the warm-up, by the times in the database."""
+def _rate(home: Home, groups: int, verifiers: Sequence[psutil.Process]) -> tuple[float, float]:
+    """Return verdicts per second after the warm-up, by the times in the database, and processor time of each in ms."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     done = select(func.count()).where(submissions.c.outcome.is_not(None))
-    while time.monotonic() < deadline:
-        with home.database.read() as connection:
-            if connection.execute(done).scalar_one() >= groups:
-                break
+    seen: list[tuple[int, float]] = []
+    while time.monotonic() < deadline and (not seen or seen[-1][0] < groups):
         time.sleep(0.2)
+        with home.database.read() as connection:
+            judged = connection.execute(done).scalar_one()
+        if judged >= WARM:
+            times = [process.cpu_times() for process in verifiers]
+            seen.append((judged, sum(one.user + one.system for one in times)))
     with home.database.read() as connection:
         at = list(connection.execute(select(submissions.c.decided_at).order_by(submissions.c.decided_at)).scalars())
         refused = select(submissions.c.detail).where(submissions.c.outcome != "admitted").limit(1)
         why = connection.execute(refused).scalar()
     if None in at or why is not None:
         raise SystemExit(f"not all of {groups} groups were admitted: {why}")
-    return (groups - WARM) / (at[-1] - at[WARM - 1])
+    (first, before), (last, after) = seen[0], seen[-1]
+    return (groups - WARM) / (at[-1] - at[WARM - 1]), 1000 * (after - before) / max(1, last - first)
 
 
 def _verify(folder: Path, name: str, source: str, database_url: str | None, stop: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import time
@@ -80,10 +81,13 @@ class SimulatedWorker:
             samples.append(RequestSample(kind, due, time.perf_counter() - due, answer.status))
         return kind, answer
 
-    async def persist(self, goal: str, *, samples: list[RequestSample]) -> None:
-        """Go on until a request of the kind `goal` is answered with 200, and pause after refusals as a worker does."""
-        failures = 0
-        while True:
+    async def persist(self, goal: str, *, samples: list[RequestSample], over: asyncio.Event | None = None) -> None:
+        """Go on until a request of the kind `goal` is answered with 200, and pause after refusals as a worker does.
+
+        Return after the request under way once `over` is set.
+        """
+        failures, over = 0, over or asyncio.Event()
+        while not over.is_set():
             self.skip_status()
             kind, answer = await self.step(due=time.perf_counter(), samples=samples)
             if 200 <= answer.status < 300:
@@ -93,7 +97,8 @@ class SimulatedWorker:
                 continue
             failures += 1
             pause = answer.retry_after_seconds * random.uniform(1.0, 1.5)  # as in node.client.calls
-            await asyncio.sleep(max(DEFAULT_BACKOFF.delay(failures), pause))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), max(DEFAULT_BACKOFF.delay(failures), pause))
 
     def close(self) -> None:
         """End its connection."""
