@@ -170,7 +170,7 @@ async def test_a_slow_queue_tells_whoever_is_turned_away_to_stay_away_for_longer
         ("PUT", "/v1/submissions/x", 0.001, 1),
         ("GET", "/v1/status", 99.0, 60),
     ):
-        queue.seconds_each = seconds_each
+        monkeypatch.setattr(WriteQueue, "seconds_each", seconds_each)
         with pytest.raises(TooManyRequests) as refused:
             LoadShedder(queue).check(method, path)
         assert refused.value.retry_after_seconds == seconds
