@@ -26,8 +26,6 @@ KEYS: Final = (
     "honest_groups_rejected",
     "audit_exit_code",
 )
-_TRAINED = "trained on"
-"""Of the line that the trainer logs when a step's weights are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def figures(found: Observations, size: Size, spec: RunSpec) -> tuple[dict[str, A
         "disk_copies_trainer": found.disk["trainer"] / size.policy_bytes,
         "entropy_nats": step["stats"]["entropy"],
         "delta_mib": fetched["transferred_bytes"] / MIB,
-        "delta_end_to_end_s": began_to_draw(found, policy=1) - found.logged_at("trainer", _TRAINED),
+        "delta_end_to_end_s": began_to_draw(found, policy=1) - _trained_at(step),
         "groups_admitted": outcomes.count(Outcome.ADMITTED),
         "honest_groups_rejected": outcomes.count(Outcome.REJECTED),
         "audit_exit_code": found.audit_exit_code,
@@ -87,6 +85,12 @@ def figures(found: Observations, size: Size, spec: RunSpec) -> tuple[dict[str, A
     if found.audit_message:
         notes["audit_exit_code"] = found.audit_message
     return values, notes
+
+
+def _trained_at(step: dict[str, Any]) -> float:
+    """Return when a step's last update ended, in Unix seconds: what the trainer did from then on, it measures."""
+    stats = step["stats"]
+    return float(step["finished_at"] - stats["publish_seconds"] - stats["publish_stall_seconds"])
 
 
 def began_to_draw(found: Observations, *, policy: int) -> float:

@@ -15,7 +15,7 @@ from node.protocol.run import parse_run_toml
 
 SPEC = parse_run_toml(RUN_TOML.read_text())
 SIZE = tables.Size.of(architecture())
-STATS = {"entropy": 0.5, "tokens": 300.0, "train_seconds": 40.0, "publish_seconds": 7.0}
+STATS = {"entropy": 0.5, "tokens": 300.0, "train_seconds": 40.0, "publish_seconds": 7.0, "publish_stall_seconds": 2.0}
 RATES = {"bfloat16": 1e11, "float32": 2e11}
 
 
@@ -40,7 +40,7 @@ def found():
     start = found.moment(line(0, ""))
     found.started = {"trainer": start}
     found.logs = {
-        "trainer": [line(5, "policy 0 published"), line(30, "step 0 trained on 300 tokens in 1 updates")],
+        "trainer": [line(5, "policy 0 published")],
         TORCH: [
             event(7, "policy_fetched", policy=0, seconds=1.0, transferred_bytes=SIZE.policy_bytes),
             event(9, "policy_loaded", policy=0, seconds=2.0),
@@ -55,7 +55,10 @@ def found():
             event(46, "slot_generated", policy=1, tokens=150, seconds=5.0),
         ],
     }
-    found.steps = [{"step": 0, "stats": STATS}, {"step": 1, "stats": None}]
+    found.steps = [
+        {"step": 0, "stats": STATS, "finished_at": start + 39},
+        {"step": 1, "stats": None, "finished_at": None},
+    ]
     found.outcomes = [(TORCH, 0, Outcome.ADMITTED), (TORCH, 0, Outcome.REJECTED)]
     found.arrivals = {0: start + 6, 1: start + 37}
     found.disk = dict.fromkeys(("coordinator", "trainer", "verifier", RELAY, TORCH, "auditor"), SIZE.policy_bytes)
