@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from coordinator.run.background import background_thread
 from coordinator.run.home import Home
 from coordinator.storage.faults import DatabaseFault, advice
 from coordinator.storage.heartbeats import Role, beat
@@ -21,22 +22,16 @@ BEAT_SECONDS: Final = 5.0
 @contextmanager
 def heartbeat(home: Home, role: Role, name: str) -> Iterator[None]:
     """Context manager during which a thread notes the process `name` as there."""
-    stop = threading.Event()
-    thread = threading.Thread(target=_beat, args=(home, role, name, stop), name="heartbeat", daemon=True)
-    thread.start()
-    try:
+
+    def keep_beating(stop: threading.Event) -> None:
+        while True:
+            try:
+                with home.database.write(durable=False) as connection:
+                    beat(connection, role, name, now=clock())
+            except (DatabaseFault, OSError) as error:
+                log.debug("no heartbeat was written: %s", advice(error))
+            if stop.wait(BEAT_SECONDS):
+                return
+
+    with background_thread(keep_beating, name="heartbeat"):
         yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _beat(home: Home, role: Role, name: str, stop: threading.Event) -> None:
-    while True:
-        try:
-            with home.database.write(durable=False) as connection:
-                beat(connection, role, name, now=clock())
-        except (DatabaseFault, OSError) as error:
-            log.debug("no heartbeat was written: %s", advice(error))
-        if stop.wait(BEAT_SECONDS):
-            return

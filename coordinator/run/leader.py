@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from coordinator.errors import StorageFault
+from coordinator.run.background import background_thread
 from coordinator.run.health import read_health
 from coordinator.run.heartbeat import BEAT_SECONDS
 from coordinator.run.home import Home
@@ -66,29 +67,27 @@ class Leader:
         leadership = self._home.database.leadership()
         unavailable = False
         probes = RelayProbes(self._home, leads=lambda: self._leading)
-        probing = threading.Thread(target=probes.run, args=(stop,), name="relay probes")
-        probing.start()
-        try:
-            while not stop.is_set():
-                try:
-                    leading = leadership.acquire()
-                    if leading and not self._leading:
-                        log.info("leading run %s as %s", self._home.run_id[:16], self._name)
-                    unavailable, self._leading = False, leading
-                except (DatabaseFault, OSError) as error:
-                    if not unavailable:
-                        log.warning(
-                            "leadership unknown, database unavailable; retrying every second: %s", advice(error)
-                        )
-                    unavailable, self._leading = True, False
-                if self._leading:
-                    self.work(clock())
-                polled()
-                stop.wait(POLL_SECONDS)
-        finally:
-            self._leading = False
-            leadership.release()
-            probing.join()
+        with background_thread(probes.run, name="relay probes"):
+            try:
+                while not stop.is_set():
+                    try:
+                        leading = leadership.acquire()
+                        if leading and not self._leading:
+                            log.info("leading run %s as %s", self._home.run_id[:16], self._name)
+                        unavailable, self._leading = False, leading
+                    except (DatabaseFault, OSError) as error:
+                        if not unavailable:
+                            log.warning(
+                                "leadership unknown, database unavailable; retrying every second: %s", advice(error)
+                            )
+                        unavailable, self._leading = True, False
+                    if self._leading:
+                        self.work(clock())
+                    polled()
+                    stop.wait(POLL_SECONDS)
+            finally:
+                self._leading = False
+                leadership.release()
 
     def work(self, now: float) -> None:
         """Run the tasks that are due; one that fails is retried after its period."""
@@ -141,11 +140,5 @@ def last_leader(connection: Connection) -> Heartbeat | None:
 @contextmanager
 def leader_thread(leader: Leader) -> Iterator[Leader]:
     """Run `leader` in a thread while the block runs."""
-    stop = threading.Event()
-    thread = threading.Thread(target=leader.run, args=(stop,), name="leader")
-    thread.start()
-    try:
+    with background_thread(leader.run, name="leader"):
         yield leader
-    finally:
-        stop.set()
-        thread.join()

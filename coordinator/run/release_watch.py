@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from coordinator.errors import OtherRelease
+from coordinator.run.background import background_thread
 from coordinator.run.home import Home, check_release
 from coordinator.storage.faults import DatabaseFault
 from coordinator.storage.schema_check import unknown_revision
@@ -26,9 +27,9 @@ def release_watch(home: Home, *, period_seconds: float = PERIOD_SECONDS) -> Iter
 
     After one it sends this process SIGTERM, for which the block must end, and the manager raises OtherRelease then.
     """
-    stop, found = threading.Event(), list[OtherRelease]()
+    found = list[OtherRelease]()
 
-    def watch() -> None:
+    def watch(stop: threading.Event) -> None:
         while not found and not stop.wait(period_seconds):
             try:
                 check_release(home.database, home.folder, unknown_revision)
@@ -39,12 +40,7 @@ def release_watch(home: Home, *, period_seconds: float = PERIOD_SECONDS) -> Iter
             except (DatabaseFault, OSError):
                 continue  # whoever works with the database says so
 
-    thread = threading.Thread(target=watch, name="release watch", daemon=True)
-    thread.start()
-    try:
+    with background_thread(watch, name="release watch"):
         yield
-    finally:
-        stop.set()
-        thread.join()
     if found:
         raise found[0]

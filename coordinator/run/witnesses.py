@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from coordinator.run.background import background_thread
 from coordinator.run.service import Coordinator
 from node.client.witness import SizeConflict, WitnessAddress, WitnessClient
 from node.errors import BadReply, NodeError
@@ -130,13 +131,5 @@ def witnessing_thread(coordinator: Coordinator, witnesses: Sequence[WitnessAddre
     if not witnesses:
         yield
         return
-    stop = threading.Event()
-    thread = threading.Thread(
-        target=Witnessing(coordinator, witnesses).run, args=(stop,), name="witnesses", daemon=True
-    )
-    thread.start()
-    try:
+    with background_thread(Witnessing(coordinator, witnesses).run, name="witnesses"):
         yield
-    finally:
-        stop.set()
-        thread.join()
