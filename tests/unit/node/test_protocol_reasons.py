@@ -36,3 +36,9 @@ def test_a_refusal_says_what_was_seen_and_what_to_do() -> None:
     assert refusal.reason is Reason.WRONG_RUN
     assert refusal.detail == "Signed for run 1234…."
     assert str(refusal) == f"wrong_run: Signed for run 1234…. {Reason.WRONG_RUN.advice}"
+
+
+def test_every_refused_request_has_a_status_and_no_verdict_has() -> None:
+    """One without would be a 500."""
+    first_verdict = list(Reason).index(Reason.WRONG_BODY)
+    assert [reason.status is None for reason in Reason] == [place >= first_verdict for place in range(len(Reason))]
