@@ -13,8 +13,8 @@ from shardcast.wire import Wire
 
 MAX_NICKNAME: Final = 32
 MAX_HARDWARE: Final = 64
-MAX_MARKS: Final = 3
-"""Combining marks on one letter: Devanagari has a nukta, a vowel and an anusvara, pointed Hebrew as many."""
+MAX_MARKS: Final = 4
+"""Combining marks on one letter: Burmese has three medials and a vowel, and UTS #39 (5.4) advises against more."""
 
 BLANK_LETTERS: Final = frozenset("\u115f\u1160\u3164\uffa0\u2800")
 """They have the category of a letter or a symbol, and no shape."""

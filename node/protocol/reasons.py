@@ -157,7 +157,7 @@ class Reason(StrEnum):
     )
     BAD_NICKNAME = (
         "bad_nickname",
-        "A nickname is 1 to 32 letters (3 marks each), digits, single spaces and . _ - in NFC; send another or none.",
+        "A nickname is 1 to 32 letters (4 marks each), digits, single spaces and . _ - in NFC; send another or none.",
         "The coordinator does not take this node's nickname.",
         "Give another --nickname, or none.",
         400,

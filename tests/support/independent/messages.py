@@ -273,7 +273,7 @@ def _kind(char: str) -> str:
 def is_nickname(value: str) -> bool:
     """Whether a string is a nickname (3.8)."""
     kinds = "".join(_kind(char) for char in value)
-    named = re.fullmatch("(l m{0,3} | o)*", kinds, re.VERBOSE) is not None
+    named = re.fullmatch("(l m{0,4} | o)*", kinds, re.VERBOSE) is not None
     spaced = value == value.strip(" ") and "  " not in value
     return 1 <= len(value) <= 32 and named and spaced and unicodedata.is_normalized("NFC", value)
 
