@@ -50,6 +50,11 @@ STORE: Final = Path(__file__).parent.parent / "build" / "environments"
 LEGACY: Final = ("", ":Chat", ":Raw", ":Guessing", ":Echo", ":Tools", ":Ledger", ":Sorting")
 V1: Final = ("v1_letters", "v1_sorting", "v1_lookup", "v1_notes", "v1_guessing", "v1_counting")
 OWN: Final = PLAIN | REVIEWED
+FIGURES: Final = {
+    "boundary": ("boundary_ms_per_completion_p50",),
+    "same": ("verifiers_examples", "reasoning_gym_new", "replies_differ"),
+}
+"""What each part measures, null where it was left out."""
 PROBLEMS: Final = (0, 1, 5)
 TEXTS: Final = ("", "3", "Ada Mia Zoe", "</think>[[1, 2], [3]]", "</think>2*x + 1", "</think>yes\n\u202e", "9" * 3000)
 
@@ -204,19 +209,22 @@ def measure_same(store: EnvironmentStore, *, few: bool) -> tuple[dict[str, Any],
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=("boundary", "same"), default=["boundary", "same"])
+    parser.add_argument("--only", nargs="+", choices=tuple(FIGURES), default=[*FIGURES])
     parser.add_argument("--completions", type=int, default=500, help="of boundary (default 500)")
     parser.add_argument("--store", type=Path, default=STORE, help="the installed environments")
     parser.add_argument("--few", action="store_true", help="two environments of each package")
     given = parser.parse_args()
-    figures, rows = dict[str, Any](), list[dict[str, Any]]()
+    left_out = [part for part in FIGURES if part not in given.only]
+    notes = {figure: f"--only without {part}" for part in left_out for figure in FIGURES[part]}
+    notes["random_programs"] = "of benchmarks.programs"
+    figures, rows = dict[str, Any].fromkeys(notes), list[dict[str, Any]]()
     if "boundary" in given.only:
         figures |= measure_boundary(given.completions)
     if "same" in given.only:
         found, rows = measure_same(EnvironmentStore(given.store), few=given.few)
         figures |= found
     given.store = str(given.store)
-    report("environments", given, figures, {}, rows=rows)
+    report("environments", given, figures, notes, rows=rows)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ CASES = {
     "economics": Case("--slots 500 --floors 1", "best_cheat_over_honest", sections=["floors", "prices"]),
     "environments": Case(
         "--only boundary --completions 20",
-        "in_process_ms_per_completion_p50 boundary_ms_per_completion_p50 boundary_ms_per_completion_p99",
+        """in_process_ms_per_completion_p50 boundary_ms_per_completion_p50 boundary_ms_per_completion_p99
+        verifiers_examples reasoning_gym_new replies_differ random_programs""",
     ),
     "families": Case(
         "--only llama finch --groups 4 --cheat-groups 2",
