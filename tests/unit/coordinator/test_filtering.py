@@ -7,7 +7,7 @@ import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -233,46 +233,58 @@ class Counting(NothingMeasured):
 
 
 def measure(policy: Path, file: Path, *, of: str = "run", **settings: Any) -> tuple[list[Filtered], int]:
-    """What is kept, and how many batches were drawn for that."""
-    with MeasuredFile(file, of=of) as measured:
+    """What is kept, and how many batches of six completions were drawn for that."""
+    with MeasuredFile(file, of=of) as measured, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "IN_FLIGHT", 6)
         counting = Counting(measured)
         found = filter_problems(policy, spec=SPEC, settings=replace(SETTINGS, **settings), measurements=counting)
     return found, counting.drawn
 
 
-@pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "IN_FLIGHT", 6)
+class Before(NamedTuple):
+    """A measurement of all 10 problems, and the file that it left."""
+
+    found: list[Filtered]
+    file: bytes
+
+    def copy(self, folder: Path) -> Path:
+        (folder / "file").write_bytes(self.file)
+        return folder / "file"
 
 
-@pytest.mark.usefixtures("small_batches")
-def test_what_was_measured_before_a_kill_is_not_measured_again(tmp_path: Path, policy: Path) -> None:
-    """Two environments of 10 problems with 2 completions each are 4 batches each; the kill comes within the fifth."""
-    whole, file = measure(policy, tmp_path / "whole")[0], tmp_path / "killed"
-    lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory, policy: Path) -> Before:
+    """Two environments of 10 problems with 2 completions each are 4 batches each."""
+    file = tmp_path_factory.mktemp("measured") / "file"
+    found, drawn = measure(policy, file)
+    assert drawn == 8
+    return Before(found, file.read_bytes())
+
+
+def test_what_was_measured_before_a_kill_is_not_measured_again(tmp_path: Path, policy: Path, before: Before) -> None:
+    """The kill comes within the fifth batch."""
+    lines = before.file.splitlines(keepends=True)
     assert len(lines) == 1 + 8
+    file = tmp_path / "killed"
     file.write_bytes(b"".join(lines[:5]) + lines[5][:-9])
-    assert measure(policy, file) == (whole, 4)
-    assert file.read_bytes() == (tmp_path / "whole").read_bytes()
-    assert measure(policy, file) == (whole, 0)
+    assert measure(policy, file) == (before.found, 4)
+    assert file.read_bytes() == before.file
+    assert measure(policy, file) == (before.found, 0)
 
 
-@pytest.mark.usefixtures("small_batches")
-def test_more_problems_or_other_bounds_measure_only_what_is_new(tmp_path: Path, policy: Path) -> None:
-    measure(policy, tmp_path / "file")
-    assert measure(policy, tmp_path / "file", lowest=0.0, highest=1.0)[1] == 0
-    more, drawn = measure(policy, tmp_path / "file", count=16)
-    assert drawn == 6, "three whole batches of each are known; the fourth was not whole"
-    assert more == measure(policy, tmp_path / "other", count=16)[0]
+def test_more_problems_or_other_bounds_measure_only_what_is_new(tmp_path: Path, policy: Path, before: Before) -> None:
+    file = before.copy(tmp_path)
+    assert measure(policy, file, lowest=0.0, highest=1.0)[1] == 0
+    more, drawn = measure(policy, file, count=12)
+    assert drawn == 2, "three whole batches of each are known; the fourth was not whole"
+    assert more == measure(policy, tmp_path / "other", count=12)[0]
 
 
-@pytest.mark.usefixtures("small_batches")
 def test_what_was_measured_of_something_else_is_not_believed(
-    tmp_path: Path, policy: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, policy: Path, before: Before, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An operator who edits run.toml would else filter by the pass rates of another run."""
-    whole, drawn = measure(policy, tmp_path / "file")
-    assert measure(policy, tmp_path / "file", of="another") == (whole, drawn)
+    assert measure(policy, before.copy(tmp_path), of="another") == (before.found, 8)
     assert "measuring anew" in caplog.text
 
 

@@ -29,23 +29,26 @@ ROOTS = {"node_error", "shardcast_error", "coordinator_error"}
 
 
 @cache
-def _sources():
-    """Every module of the packages that mentions a code: its name and its tree."""
-    return list(_read_sources())
-
-
-def _read_sources():
+def _texts():
+    """The text of every module of the packages, by name."""
+    texts = {}
     for package in (node, coordinator, shardcast, toploc):
         folder = Path(package.__path__[0])
         for path in sorted(folder.rglob("*.py")):
             name = ".".join((package.__name__, *path.relative_to(folder).with_suffix("").parts))
-            if "code" in (text := path.read_text()):
-                yield name.removesuffix(".__init__"), ast.parse(text)
+            texts[name.removesuffix(".__init__")] = path.read_text()
+    return texts
+
+
+@cache
+def _trees():
+    """The tree of every module that gives a code, by name."""
+    return {name: ast.parse(text) for name, text in _texts().items() if re.search(r"\bcode\s*=(?!=)", text)}
 
 
 def _error_classes():
     """Every class of errors that has a code of its own."""
-    for name, tree in _sources():
+    for name, tree in _trees().items():
         for found in ast.walk(tree):
             if isinstance(found, ast.ClassDef) and any(_sets_code(line) for line in found.body):
                 cls = getattr(importlib.import_module(name), found.name)
@@ -60,14 +63,6 @@ def _sets_code(line):
 def _raised(cls):
     """One, however its constructor looks."""
     return cls.__new__(cls)
-
-
-def _codes():
-    """Every code that is given where an error is raised."""
-    for _, tree in _sources():
-        for found in ast.walk(tree):
-            if isinstance(found, ast.keyword) and found.arg == "code" and isinstance(found.value, ast.Constant):
-                yield str(found.value.value)
 
 
 @cache
@@ -98,15 +93,9 @@ def test_the_trees_were_found():
 
 
 def test_no_hint_is_for_a_code_that_nobody_raises():
-    used = {cls.code for cls in _classes()} | set(_codes())
-    constants = {
-        found.value
-        for name, tree in _sources()
-        if name != "node.commands.hints"
-        for found in ast.walk(tree)
-        if isinstance(found, ast.Constant) and isinstance(found.value, str)
-    }
-    assert {key.rpartition(":")[2] for key in HINTS} <= used | constants
+    others = "".join(text for name, text in _texts().items() if name != "node.commands.hints")
+    hinted = {key.rpartition(":")[2] for key in HINTS} - {cls.code for cls in _classes()}
+    assert [code for code in sorted(hinted) if f'"{code}"' not in others] == []
 
 
 def test_a_refusal_says_what_its_reason_asks_for_whoever_says_it():

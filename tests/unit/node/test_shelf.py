@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import weakref
@@ -45,6 +46,13 @@ def run_of(dtype: str) -> RunSpec:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return policy_file(sharp_model(1), tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_old_is_collected() -> None:
+    """Have the collection after each policy that goes look at what these tests make alone: 0.1 s, and not 0.6 s."""
+    gc.collect()
+    gc.freeze()
 
 
 async def test_the_policies_used_last_stay_within_the_memory(path: Path) -> None:
