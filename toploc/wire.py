@@ -13,6 +13,7 @@ import base64
 import binascii
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,16 +47,14 @@ def decode(proofs: Sequence[bytes], topk: int) -> tuple[Tensor, Tensor]:
             raise MalformedProof("a proof must be a bytes object", index=index)
         if len(proof) != size:
             raise MalformedProof(f"a proof of {topk} points must have {size} bytes, not {len(proof)}", index=index)
-    octets = torch.frombuffer(bytearray(b"".join(proofs)), dtype=torch.uint8).view(len(proofs), -1, 2).long()
-    words = octets[..., 0] * 256 + octets[..., 1]
+    # NumPy's calls take a tenth of torch's here, where the numbers are few.
+    words = np.frombuffer(b"".join(proofs), ">u2").reshape(len(proofs), -1)
     moduli, coefficients = words[:, 0], words[:, 1:]
-    bad = (coefficients >= PRIME).any(1).nonzero()
-    if bad.numel():
-        raise MalformedProof(f"a coefficient must be below {PRIME}", index=int(bad[0]))
-    bad = ((moduli < 1) | (moduli > PRIME)).nonzero()
-    if bad.numel():
-        raise BadModulus(f"the modulus must be in 1 .. {PRIME}", index=int(bad[0]))
-    return moduli, coefficients.double()
+    if (bad := (coefficients >= PRIME).any(1)).any():
+        raise MalformedProof(f"a coefficient must be below {PRIME}", index=int(bad.argmax()))
+    if (bad := (moduli < 1) | (moduli > PRIME)).any():
+        raise BadModulus(f"the modulus must be in 1 .. {PRIME}", index=int(bad.argmax()))
+    return torch.from_numpy(moduli.astype(np.int64)), torch.from_numpy(coefficients.astype(np.float64))
 
 
 def decode_one(proof: bytes) -> tuple[int, list[int]]:
