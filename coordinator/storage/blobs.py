@@ -12,11 +12,29 @@ a presigned URL that accepts nothing else.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
 
 from coordinator.errors import DamagedBlob, StorageFault
 from shardcast.wire import digest, is_digest
+
+T = TypeVar("T")
+
+WAITS_AT_ONCE: Final = 8
+_waiting: Final = ThreadPoolExecutor(WAITS_AT_ONCE, thread_name_prefix="blobs")
+
+
+def wait_together(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run calls that wait for a disk or a network at the same time; return what each returns, in their order.
+
+    Raises what the first of those that failed did, once none is under way.
+    """
+    running = [_waiting.submit(call) for call in calls]
+    wait(running)
+    return [each.result() for each in running]
 
 
 class BlobStore(abc.ABC):
@@ -25,6 +43,13 @@ class BlobStore(abc.ABC):
     @abc.abstractmethod
     def put(self, data: bytes) -> str:
         """Store `data`, over a damaged blob of that name too; return its digest."""
+
+    def put_many(self, blobs: Sequence[bytes]) -> list[str]:
+        """Store several blobs as `put` does, with one wait for all; return their digests.
+
+        Where one cannot be stored, this raises, and some of the others are.
+        """
+        return wait_together([partial(self.put, data) for data in blobs])
 
     @abc.abstractmethod
     def get(self, name: str, *, max_bytes: int) -> bytes:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
 from blake3 import blake3
 
 from coordinator.errors import DamagedBlob, StorageFault, StoreAway
-from coordinator.storage.blobs import BlobStore, check_name, checked_blob
+from coordinator.storage.blobs import BlobStore, check_name, checked_blob, wait_together
 from coordinator.storage.timings import metered
 from node.protocol.reasons import Reason, Refusal
 from shardcast.files import sync_folder
@@ -82,13 +82,28 @@ class FolderBlobs(BlobStore):
 
     @metered("put")
     def put(self, data: bytes) -> str:
-        name = digest(data)
-        if not self._is_whole(name, size_bytes=len(data)):
-            with self.incoming(max_bytes=len(data)) as incoming:
-                incoming.write(data)
-                incoming.sync()
-                incoming.commit()
+        (name,) = self._put([data])
         return name
+
+    @metered("put")
+    def put_many(self, blobs: Sequence[bytes]) -> list[str]:
+        return self._put(blobs)
+
+    def _put(self, blobs: Sequence[bytes]) -> list[str]:
+        names = [digest(data) for data in blobs]
+        with ExitStack() as opened:
+            written = []
+            for name, data in zip(names, blobs, strict=True):
+                if not self._is_whole(name, size_bytes=len(data)):
+                    written.append(opened.enter_context(self.incoming(max_bytes=len(data))))
+                    written[-1].write(data)
+            if len(written) > 1:
+                # A file system writes its journal once for all whose syncs wait for it.
+                wait_together([each.sync for each in written])
+            for each in written:
+                each.sync()
+                each.commit()
+        return names
 
     @metered("get")
     def get(self, name: str, *, max_bytes: int) -> bytes:

@@ -32,7 +32,7 @@ _TRANSACTION: Final = Histogram(
 )
 _BLOB_SECONDS: Final = Histogram(
     "swarmproof_blob_seconds",
-    "Time that the store of blobs took for one.",
+    "Time that the store of blobs took for one, or for those that were stored together.",
     ("operation",),
     buckets=WAIT_BUCKETS,
     registry=None,
@@ -83,7 +83,7 @@ class TransactionTimer:
 
 
 def metered(operation: Operation) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a blob store's method: measure its time, errors and the `bytes` in its arguments and result."""
+    """Decorate a blob store's method: measure its time, errors and the `bytes` in its arguments, lists and result."""
     seconds, errors = _BLOB_SECONDS.labels(operation), _BLOB_ERRORS.labels(operation)
     moved = _BLOB_BYTES.labels(operation)
 
@@ -98,7 +98,8 @@ def metered(operation: Operation) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 raise
             finally:
                 seconds.observe(time.perf_counter() - started)
-            moved.inc(sum(len(value) for value in (*args, result) if isinstance(value, bytes)))
+            values = [one for value in (*args, result) for one in (value if isinstance(value, list) else [value])]
+            moved.inc(sum(len(value) for value in values if isinstance(value, bytes)))
             return result
 
         return measured

@@ -42,7 +42,7 @@ class VerdictRecorder:
         `blueprints` are those of the policies that could be had: of others no evidence is kept. `published` are the
         versions that they were judged by.
         """
-        ready = [self._with_blobs(claimed, judgement, blueprints) for claimed, judgement in judged]
+        ready = self._with_blobs(judged, blueprints)
         stored: list[bool | None] = []
         with self._home.database.write() as connection:
             for claimed, verdict, group, evidence in ready:
@@ -64,15 +64,20 @@ class VerdictRecorder:
             self._bodies.release(claimed)
 
     def _with_blobs(
-        self, claimed: QueueItem, judgement: JudgedClaim, blueprints: Mapping[int, Blueprint]
-    ) -> tuple[QueueItem, Verdict, str | None, str | None]:
-        """Store what belongs to a verdict; return the item by its body's actual digest, and the names of the blobs."""
-        verdict, blobs = judgement.verdict, self._home.blobs
-        evidence = self._evidence(claimed, judgement, blueprints)
-        claimed = self._bodies.keep(claimed)
-        is_group = verdict.outcome is Outcome.ADMITTED and not claimed.recheck
-        group = blobs.put(encode_group(group_of(claimed, judgement, spec=self._home.spec))) if is_group else None
-        return claimed, verdict, group, None if evidence is None else blobs.put(evidence)
+        self, judged: Sequence[tuple[QueueItem, JudgedClaim]], blueprints: Mapping[int, Blueprint]
+    ) -> list[tuple[QueueItem, Verdict, str | None, str | None]]:
+        """Store what belongs to these verdicts; return each item by its body's actual digest, and the names of the
+        blobs of its group and its evidence.
+        """
+        kept = [(self._bodies.keep(claimed), judgement.verdict) for claimed, judgement in judged]
+        made: list[bytes | None] = []
+        for claimed, judgement in judged:
+            is_group = judgement.verdict.outcome is Outcome.ADMITTED and not claimed.recheck
+            made.append(encode_group(group_of(claimed, judgement, spec=self._home.spec)) if is_group else None)
+            made.append(self._evidence(claimed, judgement, blueprints))
+        names = iter(self._home.blobs.put_many([data for data in made if data is not None]))
+        named = [None if data is None else next(names) for data in made]
+        return [(*each, *blobs) for each, blobs in zip(kept, zip(named[::2], named[1::2], strict=True), strict=True)]
 
     def _evidence(
         self, claimed: QueueItem, judgement: JudgedClaim, blueprints: Mapping[int, Blueprint]

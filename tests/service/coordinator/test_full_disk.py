@@ -9,6 +9,7 @@ The kernel cuts a write where the limit on a file's size is, as it does where a 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,28 @@ def test_a_blob_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> Non
         blobs.put(data)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert blobs.get(blobs.put(data), max_bytes=len(data)) == data
+
+
+def test_blobs_that_are_stored_together_have_names_once_all_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is there for the verdict that names it, and a disk that fails one of them leaves no file of any."""
+    blobs, data, sync = FolderBlobs(tmp_path), [b"a", b"b", b"a"], os.fsync
+    synced: list[int] = []
+
+    def fails_at_last(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == len(data):
+            raise OSError("the disk is full")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_at_last)
+    with pytest.raises(OSError, match="full"):
+        blobs.put_many(data)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    monkeypatch.undo()
+    assert [blobs.get(name, max_bytes=1) for name in blobs.put_many(data)] == data
+    assert blobs.put_many([]) == []
 
 
 def lease(slot: int) -> Lease:

@@ -73,6 +73,7 @@ def test_a_blob_is_kept_under_its_digest_and_checked_when_it_is_read(
     store: Store, blobs: S3Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = blobs.put(b"evidence")
+    assert blobs.put_many([b"another", b"evidence"]) == [digest(b"another"), name]
     assert blobs.put(b"evidence") == name == digest(b"evidence")
     assert blobs.get(name, max_bytes=8) == b"evidence"
     with pytest.raises(StorageFault, match="more than 7 bytes"):
