@@ -42,6 +42,7 @@ _TOGETHER: Final = {
     False: Prepared(text(f"SELECT {_shared(_BATCHES)}, {_BRIEFLY}")),
     True: Prepared(text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_WORK)}, {_BRIEFLY}")),
 }
+_DECIDES: Final = "swarmproof_decides"
 _EXCLUSIVE: Final = Prepared(text(f"SELECT {_exclusive(_BATCHES)}, {_exclusive(_WORK)}, {_exclusive(_LOG)}"))
 
 
@@ -56,8 +57,13 @@ def leasing(connection: Connection) -> None:
 
 
 def deciding(connection: Connection) -> None:
-    """Lock before appending to the log or issuing a descriptor."""
-    _acquire(connection, _DECIDING)
+    """Lock before appending to the log or issuing a descriptor; once for a transaction's many verdicts.
+
+    Not for jobs that share a transaction: one that is undone gives its locks back.
+    """
+    if connection.info.get(_DECIDES) is not (transaction := connection.get_transaction()):
+        _acquire(connection, _DECIDING)
+        connection.info[_DECIDES] = transaction
 
 
 def exclusive(connection: Connection) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection, bindparam, func, insert, select
 
 from coordinator.errors import StorageFault
 from coordinator.storage import locks
@@ -18,11 +19,12 @@ from shardcast.wire import encode
 ENTRIES = log_entries.name
 MAX_ENTRIES_PER_READ = 1000
 MAX_BYTES_PER_READ = 4 * 1024 * 1024
+NODES_AT_ONCE: Final = 32
+_NODE_COLUMNS: Final = ("level", "index", "hash")
 _NODE: Final = Prepared(
     select(log_nodes.c.hash).where(log_nodes.c.level == bindparam("level"), log_nodes.c.index == bindparam("index"))
 )
 _ADD_ENTRY: Final = Prepared(insert_into(log_entries, "index", "leaf"))
-_ADD_NODE: Final = Prepared(insert_into(log_nodes, "level", "index", "hash"))
 _LAST = Prepared(select(func.max(log_entries.c.index)))
 
 
@@ -39,8 +41,18 @@ def append(connection: Connection, entry: LogEntry) -> int:
 
 def add_nodes(connection: Connection, nodes: Sequence[tuple[int, int, bytes]]) -> None:
     """Store inner nodes of the Merkle tree as (level, index, hash)."""
-    for level, at, value in nodes:
-        _ADD_NODE.run(connection, {"level": level, "index": at, "hash": value})
+    for start in range(0, len(nodes), NODES_AT_ONCE):
+        some = nodes[start : start + NODES_AT_ONCE]
+        values = {f"{column}_{n}": node[at] for n, node in enumerate(some) for at, column in enumerate(_NODE_COLUMNS)}
+        _adding(len(some)).run(connection, values)
+
+
+@cache
+def _adding(number: int) -> Prepared:
+    """Return the statement that adds so many nodes, whose columns are numbered."""
+    return Prepared(
+        insert(log_nodes).values([{one: bindparam(f"{one}_{n}") for one in _NODE_COLUMNS} for n in range(number)])
+    )
 
 
 def size(connection: Connection) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from sqlalchemy import Connection, case, select
+from sqlalchemy import Connection, bindparam, case, literal_column, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from coordinator.storage.prepared import Prepared
@@ -53,8 +53,12 @@ class Tally:
 
 
 def _counting(insert: Any) -> Any:
-    """Return the statement that adds a counter to the one that is there."""
-    added = insert(verdict_tallies)
+    """Return the statement that adds to the counters of each width what is the same of all: all but their starts."""
+    columns = (one.name for one in verdict_tallies.columns)
+    same: dict[str, Any] = {name: bindparam(name) for name in columns if name not in ("width", "start")}
+    added = insert(verdict_tallies).values(
+        [{"width": literal_column(str(width)), "start": bindparam(f"start_{width}"), **same} for width in WIDTHS]
+    )
     new, old = added.excluded, verdict_tallies.c
     return added.on_conflict_do_update(
         index_elements=list(verdict_tallies.primary_key),
@@ -78,9 +82,8 @@ def count_verdict(
     values = {"verdicts": 1, "tokens": verdict.tokens, "wait_seconds": waited, "longest_wait": waited}
     reason = "" if verdict.reason is None else verdict.reason.value
     key = {"kind": kind.value, "outcome": verdict.outcome.value, "reason": reason}
-    count = _COUNT[connection.dialect.name]
-    for width in WIDTHS:
-        count.run(connection, {"width": width, "start": _start(now, width), **key, **values})
+    starts = {f"start_{width}": _start(now, width) for width in WIDTHS}
+    _COUNT[connection.dialect.name].run(connection, {**starts, **key, **values})
 
 
 def _start(now: float, width: int) -> int:
