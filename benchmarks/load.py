@@ -32,7 +32,8 @@ Then `loading.processor`: what a lease, an upload and a receipt cost the coordin
 
 Last, one verifier process on `--groups` submissions that wait, with an engine that computes nothing and finds all
 perfect (`loading.verdicts`): `verdicts_per_s_sqlite` and `verdicts_per_s_postgresql`, `..._verifiers_2` with two.
-`verdict_cpu_ms_sqlite` is the processor time of the verifiers for each, which other load of the machine changes less.
+`verdict_cpu_ms_sqlite` is the processor time of the verifiers for each, which other load of the machine changes less,
+and `verdict_cpu_ms_claim_sqlite` and so on that of its phases (`loading.verdicts.PHASES`).
 
 With `--history N ...` nothing but `loading.growth`: what the database's part of a lease, an upload, a verdict and a
 receipt, and what status, metrics and page cost with N submissions in the database, `lease_history_1000` and so on, and
@@ -300,9 +301,11 @@ def verdicts_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
             inside = folder / f"verdicts-{database}-{verifiers}"
             with contextlib.ExitStack() as running:
                 url = running.enter_context(running_postgresql())[0] if database == "postgresql" else None
-                rate, ms = verdicts_per_s(inside, groups=options.groups, verifiers=verifiers, database_url=url)
-            found[f"verdicts_per_s_{database}{suffix}"] = round(rate, 1)
-            found[f"verdict_cpu_ms_{database}{suffix}"] = round(ms, 2)
+                rate = verdicts_per_s(inside, groups=options.groups, verifiers=verifiers, database_url=url)
+            found[f"verdicts_per_s_{database}{suffix}"] = round(rate.per_s, 1)
+            found[f"verdict_cpu_ms_{database}{suffix}"] = round(rate.cpu_ms, 2)
+            if verifiers == 1:
+                found |= {f"verdict_cpu_ms_{name}_{database}": round(ms, 3) for name, ms in rate.phases_ms.items()}
     say(", ".join(f"{name} {value}" for name, value in found.items()))
     return found
 

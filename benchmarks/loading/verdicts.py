@@ -3,7 +3,11 @@
 The submissions are files as workers send them: groups of 8, with the slot's own prompts and seeds, invented tokens and
 proofs of invented states. All that a verifier does is done: claims, the reader of files, every check, the
 environment's rewards, the stored group, the verdict with its log entry. Only instead of a prefill the numbers of a
-perfect one come back.
+perfect one come back. So this is what a verifier does beside its prefills, of completions of TOKENS tokens; longer ones
+take longer to check and to store.
+
+While they work, this process only asks the database five times a second how far they are: on two cores a verifier on
+SQLite has a core to itself, and on PostgreSQL the server has the other one. Two verifiers share the two cores with it.
 """
 
 from __future__ import annotations
@@ -11,22 +15,29 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any, Final
 
 import psutil
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import func, insert, select
 
+from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.storage import training, work
+from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.schema import nodes, submissions
 from coordinator.storage.training import PolicyRecord
 from coordinator.storage.work import StoredSubmission
 from coordinator.verifier.daemon import Verifier, VerifierSettings
+from coordinator.verifier.recording import VerdictRecorder
 from node.environments import load_environments
 from node.episodes.expected import expected_of
 from node.policy.file import Blueprint, Policy, load_policy, save_policy
@@ -36,6 +47,7 @@ from node.protocol.reasons import Refusal
 from node.protocol.run import BatchSpec, EnvironmentSpec, ProofSpec, RunSpec, SamplingSpec
 from node.protocol.submission import Rollout, chunk_count
 from node.submission.writer import write_rollouts
+from node.verification import verify
 from node.verification.deviations import SpanMeasured
 from node.verification.proofs import build_proofs
 from node.verification.spans import Span
@@ -48,6 +60,19 @@ WARM = 16
 """Verdicts before the clock starts: the policy's fetch is among them."""
 
 PATIENCE_SECONDS = 300.0
+PHASES: Final[Mapping[str, tuple[Any, str]]] = {
+    "claim": (Verifier, "_claim"),
+    "decode": (Verifier, "_read"),
+    "plan": (verify, "plan_claim"),
+    "judge": (verify, "_take_rows"),
+    "rewards": (verify, "_reward"),
+    "groups_and_evidence": (VerdictRecorder, "_with_blobs"),
+    "files": (FolderBlobs, "put_many"),
+    "rows": (VerdictRecorder, "record"),
+    "log_seen": (KeptHistory, "keep_current"),
+}
+"""What takes a verifier's time, beside its prefills, by function; what is in none is its event loop's and threads'."""
+
 SPEC = RunSpec(
     name="verdicts",
     environments=(EnvironmentSpec(name="arithmetic"),),
@@ -97,13 +122,44 @@ def perfect_prefills(_spec: RunSpec, _share: float) -> PerfectPrefills:
     return PerfectPrefills()
 
 
-def verdicts_per_s(
-    folder: Path, *, groups: int, verifiers: int = 1, database_url: str | None = None
-) -> tuple[float, float]:
-    """Measure how many of `groups` waiting submissions `verifiers` processes judge in a second.
+@dataclass(frozen=True)
+class VerdictRate:
+    """Verdicts per second, and the verifiers' processor time for each in milliseconds: all of it, and by phase."""
 
-    Return that, and the milliseconds of their processor time that each takes.
+    per_s: float
+    cpu_ms: float
+    phases_ms: Mapping[str, float]
+
+
+class PhaseTimes:
+    """Processor time of this process's threads in the functions of `PHASES`, without those that they call.
+
+    What other threads do for one of them, such as the syncs of files, is not in it.
     """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._inner = threading.local()
+        for phase, (owner, name) in PHASES.items():
+            setattr(owner, name, self._timed(phase, getattr(owner, name)))
+
+    def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            outside, self._inner.seconds = getattr(self._inner, "seconds", 0.0), 0.0
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                taken = time.thread_time() - start
+                self.seconds[phase] += taken - self._inner.seconds
+                self._inner.seconds = outside + taken
+
+        return timed
+
+
+def verdicts_per_s(folder: Path, *, groups: int, verifiers: int = 1, database_url: str | None = None) -> VerdictRate:
+    """Measure how many of `groups` waiting submissions `verifiers` processes judge in a second."""
     key = Ed25519PrivateKey.generate()
     home = create_home(
         folder / "data", public_key=key.public_key().public_bytes_raw(), spec=SPEC, database_url=database_url
@@ -113,15 +169,20 @@ def verdicts_per_s(
     source = f"http://127.0.0.1:{server.start()}"
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
+    told: Any = context.Queue()
     started = [
-        context.Process(target=_verify, args=(folder, f"verifier-{n}", source, database_url, stop), daemon=True)
+        context.Process(target=_verify, args=(folder / f"verifier-{n}", source, database_url, stop, told), daemon=True)
         for n in range(verifiers)
     ]
     try:
         _submit(home, _published(home, server, folder), groups=groups)
         for process in started:
             process.start()
-        return _rate(home, groups, [psutil.Process(process.pid) for process in started])
+        per_s, cpu_ms = _rate(home, groups, [psutil.Process(process.pid) for process in started])
+        stop.set()
+        each = [told.get(timeout=PATIENCE_SECONDS) for _ in started]
+        phases = {phase: 1000 * sum(one[phase] for one in each) / groups for phase in PHASES}
+        return VerdictRate(per_s, cpu_ms, phases)
     finally:
         stop.set()
         for process in started:
@@ -219,9 +280,11 @@ def _rate(home: Home, groups: int, verifiers: Sequence[psutil.Process]) -> tuple
     return (groups - WARM) / (at[-1] - at[WARM - 1]), 1000 * (after - before) / max(1, last - first)
 
 
-def _verify(folder: Path, name: str, source: str, database_url: str | None, stop: Event) -> None:
-    home = open_home(folder / "data", database_url=database_url)
-    settings = VerifierSettings(name=name, state=folder / name, sources=(source,), make_prefills=perfect_prefills)
+def _verify(state: Path, source: str, database_url: str | None, stop: Event, told: Any) -> None:
+    """Verify with this `state` until `stop` is set, and put the time of each phase into `told`."""
+    phases = PhaseTimes()
+    home = open_home(state.parent / "data", database_url=database_url)
+    settings = VerifierSettings(name=state.name, state=state, sources=(source,), make_prefills=perfect_prefills)
 
     async def work_until_told() -> None:
         stopped = asyncio.Event()
@@ -231,4 +294,5 @@ def _verify(folder: Path, name: str, source: str, database_url: str | None, stop
         await working
 
     asyncio.run(work_until_told())
+    told.put(phases.seconds)
     home.database.close()
