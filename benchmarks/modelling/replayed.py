@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.workers import make_workers
-from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Group, Sample
 from coordinator.training.grpo import Execution, train_step
 from coordinator.training.head import final_states, head_logprobs, output_head
@@ -32,6 +31,7 @@ from node.policy.experts import routers
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.layout import cast
 from node.policy.models.tiny_llama import make_tokenizer
+from node.policy.packed_attention import packed_attention
 from node.policy.routing import choices_of_lines, noted_choices, replayed_choices
 from node.protocol.run import RunSpec
 from node.verification.readings import reads_twice

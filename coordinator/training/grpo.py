@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from coordinator.errors import StorageFault
 from coordinator.metrics.curves import REWARD_OF
 from coordinator.training import recipe
-from coordinator.training.attention import packed_attention
 from coordinator.training.balance import ExpertLoad, counted_experts
 from coordinator.training.groups import Group, Sample, count_tokens
 from coordinator.training.head import final_states, head_backward, head_logprobs, output_head
@@ -33,6 +32,7 @@ from coordinator.training.repeatable import repeatable, set_training
 from coordinator.training.world import SINGLE_PROCESS, World, full_tensor
 from node.policy.experts import routers
 from node.policy.models.base import RecurrentForCausalLM
+from node.policy.packed_attention import packed_attention
 from node.policy.routing import are_choices, replayed_choices
 from node.protocol.run import RunSpec, TeacherSpec
 

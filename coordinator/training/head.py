@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coordinator.training.attention import layout_arguments
 from coordinator.training.packing import PackedRow
 from coordinator.training.vocabulary import VocabularyShard, like_weight, own_rows
 from node.policy.families import ATTENTION_FAMILIES
+from node.policy.packed_attention import layout_arguments
 from node.policy.products import LogitRule, OutputHead
 
 CHUNK_BYTES = 128 * 2**20
@@ -52,7 +52,7 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 
 def final_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
     """Compute the hidden states [N, D] that predict a row's drawn tokens; call in `packed_attention`."""
-    where = layout_arguments(model, row)
+    where = layout_arguments(model, row.layout)
 
     def gather(states_1LD: Tensor) -> Tensor:
         # The end of a prompt predicts the first token of each of its samples. As in `attention`, `embedding` sums

@@ -1,23 +1,22 @@
 """Sequence packing: several samples per row, instead of a padded row each.
 
-Samples of one group share a prompt, which stands in a row once, since a layer's per-token results depend on earlier
-tokens only. The row's `PackedLayout` tells which tokens a sample attends to, so a row gives the log-probabilities its
-samples have alone (`tests/unit/coordinator/test_packing.py`). Recurrent policies have no layout: a sample begins
-wherever positions restart, with its own prompt. Only tokens drawn by the policy are predicted; prompt and replies are
-context.
+Samples of one group share a prompt, which stands in a row once (`node.policy.packed`), and a row gives the
+log-probabilities its samples have alone (`tests/unit/coordinator/test_packing.py`). In a recurrent policy's rows a
+sample begins wherever positions restart, with its own prompt. Only tokens drawn by the policy are predicted; prompt and
+replies are context.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from coordinator.training.groups import Sample, count_tokens
+from node.policy.packed import PackedLayout, pack_ids
 
 ROW_TOKENS = 512
 """Default, also in `coordinator.commands.options`: longer rows were less than a tenth faster for the tiny policy on a
@@ -39,34 +38,6 @@ class Scored:
     staleness: tuple[int, ...]
     weight: float = 1.0
     experts: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrompt:
-    """The first `tokens` tokens of `samples` samples from number `sample` on: the row's columns from `column` on."""
-
-    column: int
-    tokens: int
-    sample: int
-    samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """Positions of S samples of at most W tokens in a row of L.
-
-    `columns` [S, W] are the row's columns of each sample's tokens, prompt included, and 0 behind its end; `flat_index`
-    [L] is the inverse: where each column of the row is found in flattened `columns`, in the last of the samples that
-    share it. `prompts` are those that several samples share.
-    """
-
-    columns: Tensor
-    flat_index: Tensor
-    prompts: tuple[SharedPrompt, ...] = ()
-
-    def to(self, device: torch.device) -> PackedLayout:
-        """Move to a device."""
-        return PackedLayout(self.columns.to(device), self.flat_index.to(device), self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,26 +132,21 @@ def _sequence(sample: Sample) -> Iterator[tuple[int, bool]]:
 
 
 def _row(scored: Sequence[Scored], *, shares_prompts: bool) -> PackedRow:
-    ids: list[int] = []
-    positions: list[int] = []
-    columns: list[list[int]] = []
-    predicts: list[int] = []
-    prompt: tuple[int, ...] | None = None
-    for each in scored:
-        sequence = list(_sequence(each.sample))
-        shared = len(each.sample.prompt_ids) if shares_prompts and each.sample.prompt_ids == prompt else 0
-        own = range(len(ids), len(ids) + len(sequence) - shared)
-        columns.append([*columns[-1][:shared], *own] if shared else [*own])
-        predicts += [columns[-1][at - 1] for at, (_, is_drawn) in enumerate(sequence) if is_drawn]
-        ids += [token for token, _ in sequence[shared:]]
-        positions += range(shared, len(sequence))
-        prompt = each.sample.prompt_ids
+    sequences = [list(_sequence(each.sample)) for each in scored]
+    prompts = [each.sample.prompt_ids for each in scored]
+    has_last = [shares_prompts and prompt == last for prompt, last in zip(prompts, [None, *prompts], strict=False)]
+    shared = [len(prompt) if has_it else 0 for prompt, has_it in zip(prompts, has_last, strict=True)]
+    row = pack_ids([[token for token, _ in sequence] for sequence in sequences], shared=shared)
+    drawn = (
+        [own[at - 1] for at, (_, is_drawn) in enumerate(sequence) if is_drawn]
+        for sequence, own in zip(sequences, row.columns, strict=True)
+    )
     return PackedRow(
-        layout=_layout(columns, len(ids)) if shares_prompts else None,
-        experts=_choices(scored, columns, len(ids)),
-        ids=torch.tensor(ids)[None],
-        positions=torch.tensor(positions)[None],
-        predicts=torch.tensor(predicts),
+        layout=PackedLayout.of(row.columns, length=len(row.ids)) if shares_prompts else None,
+        experts=_choices(scored, row.columns, len(row.ids)),
+        ids=torch.tensor(row.ids)[None],
+        positions=torch.tensor(row.positions)[None],
+        predicts=torch.tensor([*chain.from_iterable(drawn)]),
         targets=torch.tensor([token for each in scored for token in each.sample.completion_ids]),
         behaviour=torch.tensor([logprob for each in scored for logprob in each.sample.logprobs]),
         advantage=torch.tensor([each.advantage for each in scored for _ in each.sample.completion_ids]),
@@ -203,21 +169,3 @@ def _choices(scored: Sequence[Scored], columns: Sequence[Sequence[int]], length:
         choices[own] = torch.frombuffer(bytearray(experts), dtype=torch.uint8).view(len(own), -1)
         is_known[own] = True
     return PackedChoices(choices, is_known)
-
-
-def _layout(columns: Sequence[Sequence[int]], length: int) -> PackedLayout:
-    width = max(map(len, columns))
-    flat_index = torch.zeros(length, dtype=torch.int64)
-    padded = torch.zeros(len(columns), width, dtype=torch.int64)
-    for line, own in enumerate(columns):
-        padded[line, : len(own)] = own_columns = torch.tensor(own)
-        flat_index[own_columns] = torch.arange(line * width, line * width + len(own))
-    return PackedLayout(padded, flat_index, tuple(_shared_prompts(columns)))
-
-
-def _shared_prompts(columns: Sequence[Sequence[int]]) -> Iterator[SharedPrompt]:
-    for column, lines in groupby(range(len(columns)), key=lambda line: columns[line][0]):
-        first, *others = lines
-        if others:
-            tokens = sum(map(operator.eq, columns[first], columns[first + 1]))
-            yield SharedPrompt(column, tokens, first, 1 + len(others))

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coordinator.training.attention import packed_attention
 from coordinator.training.grpo import Execution
 from coordinator.training.head import final_states, head_backward, head_logprobs, output_head
 from coordinator.training.optimizers import Optimizers
 from coordinator.training.packing import PackedRow, rows_of_process
 from coordinator.training.repeatable import repeatable, set_training
 from coordinator.training.world import free_gathered, full_tensor
+from node.policy.packed_attention import packed_attention
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import PreTrainedConfig
 
 from node.policy.experts import routers
 from node.policy.layout import dtype_of, stored_layout
+from node.policy.packed import ModelInput
+from node.policy.packed_attention import can_share, use_packed_attention
 from node.policy.products import LogitRule, OutputHead
 from node.policy.reading import OpenPolicy
 from node.policy.skeleton import build_skeleton, fill_buffers, is_matrix, unique_tensors
@@ -38,6 +41,8 @@ class LayeredModel:
     ) -> None:
         model: Any = build_skeleton(file.blueprint.config, dtype=dtype)
         model.train(False)
+        if can_share(model.config):
+            use_packed_attention(model)
         base = model.base_model
         self._file, self._rounded, self._dtype, self._alter = file, rounded, dtype, alter
         self._parts: dict[str, dict[str, slice]] = {}
@@ -51,6 +56,7 @@ class LayeredModel:
         base.norm, self._entries = nn.Identity(), [_Entry() for _ in self._layers]
         base.layers = nn.ModuleList(self._entries)
         self._base, self._rule = base, LogitRule.of(model.config)
+        self.config: PreTrainedConfig = model.config
 
     @property
     def state_bytes(self) -> int:
@@ -62,18 +68,19 @@ class LayeredModel:
         """The routers of its layers, which each see all batches in their order; none without experts."""
         return [router for layer in self._layers for router in routers(layer)]
 
-    def hidden_states(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """Return the final hidden states [B, T, hidden] of each batch of token ids [B, T], reading each layer once.
+    def hidden_states(self, batches: Sequence[ModelInput]) -> list[Tensor]:
+        """Return the final hidden states [B, T, hidden] of each batch, in one row where the model `can_share`.
 
-        In memory at a time: those states, the weights of the largest layer, and a layer's activations for one batch;
-        of the embedding only the rows of these tokens. Raises UnreadablePolicy.
+        Each layer is read once. In memory at a time: those states, the weights of the largest layer, and a layer's
+        activations for one batch; of the embedding only the rows of these tokens. Raises UnreadablePolicy.
         """
-        states = self._enter(batches)
+        others = [batch.arguments(self._file.device) for batch in batches]
+        states = self._enter(batches, others)
         for layer, entry in zip(self._layers, self._entries, strict=True):
             weights = self._weights(layer, altered=True)
             for at, inputs in enumerate(states):
                 self._base(
-                    inputs_embeds=inputs, use_cache=False
+                    inputs_embeds=inputs, use_cache=False, **others[at]
                 )  # for this batch's arguments: a mask is as large as it
                 states[at] = functional_call(layer, weights, (inputs,), entry.arguments)
             del weights  # before the next layer's are read
@@ -84,17 +91,17 @@ class LayeredModel:
         """Read the output head. Raises UnreadablePolicy."""
         return OutputHead(self._weights(self._head)["weight"], self._rule)
 
-    def _enter(self, batches: Sequence[Tensor]) -> list[Tensor]:
+    def _enter(self, batches: Sequence[ModelInput], others: Sequence[dict[str, Any]]) -> list[Tensor]:
         """Return the first layer's input of each batch."""
         states = []
-        rows = sorted({row for ids in batches for row in ids.flatten().tolist()})
+        rows = sorted({row for batch in batches for row in batch.ids.flatten().tolist()})
         (name,) = (self._names[id(parameter)] for parameter in self._embedding.parameters())
         # Converted before it is used: some families scale what they look up, in the dtype that they compute in.
         table = self._file.read_rows(name, rows, dtype=self._rounded).to(self._dtype)
-        for ids in batches:
-            places = torch.searchsorted(torch.tensor(rows), ids).to(self._file.device)
+        for batch, given in zip(batches, others, strict=True):
+            places = torch.searchsorted(torch.tensor(rows), batch.ids).to(self._file.device)
             embedded = functional_call(self._embedding, {"weight": table}, (places,))
-            states.append(self._base(inputs_embeds=embedded, use_cache=False).last_hidden_state)
+            states.append(self._base(inputs_embeds=embedded, use_cache=False, **given).last_hidden_state)
         return states
 
     def _weights(self, module: nn.Module, *, altered: bool = False) -> dict[str, Tensor]:

@@ -3,58 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
-import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from node.policy.packed import ModelInput, by_length, common_beginning, packed_input, padded_input
+from node.policy.packed_attention import can_share
 from node.policy.routing import choices_of_lines
 from node.protocol.reasons import Refusal
 from node.verification.deviations import SpanMeasured
 from node.verification.spans import Span
 
 MAX_BATCH_TOKENS = 16 * 1024
-"""Tokens in one forward pass, padding included; a longer sequence goes alone."""
+"""Tokens in one forward pass, padding included and what spans share counted once; a longer sequence goes alone."""
 
 
-def batches(spans: Sequence[Span]) -> Iterator[list[int]]:
-    """Yield batches of span indices of similar length, within MAX_BATCH_TOKENS."""
-    batch: list[int] = []
-    for index in sorted(range(len(spans)), key=lambda index: spans[index].length, reverse=True):
-        if batch and spans[batch[0]].length * (len(batch) + 1) > MAX_BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+@dataclass(frozen=True, slots=True)
+class SpanBatch:
+    """Spans that go through a model together, the numbers that they have among all, and what the model reads."""
+
+    spans: Sequence[Span]
+    numbers: Sequence[int]
+    input: ModelInput
+
+    def predicting(self, hidden: Tensor) -> list[Tensor]:
+        """Return each span's rows [tokens, hidden] of `hidden` [B, T, hidden] that its tokens come from."""
+        flat = hidden.flatten(0, 1)
+        return [
+            span.predicted_from(flat[places[len(span.context_ids) - 1 :].to(flat.device)])
+            for span, places in zip(self.spans, self.input.places, strict=True)
+        ]
+
+    def with_experts(
+        self, measured: Sequence[SpanMeasured | Refusal], chosen: Sequence[Tensor]
+    ) -> list[SpanMeasured | Refusal]:
+        """Add to the measurements the experts that each span's inputs met: what each router chose of the batch."""
+        choices = choices_of_lines(chosen, lines=1)
+        if choices is None:
+            return list(measured)
+        return [
+            one
+            if isinstance(one, Refusal)
+            else msgspec.structs.replace(one, experts=choices[0, places].numpy().tobytes())
+            for one, places in zip(measured, self.input.places, strict=True)
+        ]
 
 
-def padded_ids(batch: Sequence[Span]) -> Tensor:
-    """Return the inputs of a batch [spans, tokens].
+def batches(spans: Sequence[Span], config: PreTrainedConfig) -> Iterator[SpanBatch]:
+    """Yield batches of spans within MAX_BATCH_TOKENS, for a model of this configuration.
 
-    Padding is on the right, and no token attends to a later one, so it needs no mask and changes nothing.
+    What spans begin with in common, as a group's prompt, is computed once where the model allows that.
     """
-    ids = torch.zeros(len(batch), max(span.length for span in batch), dtype=torch.int64)
-    for index, span in enumerate(batch):
-        ids[index, : span.length] = torch.tensor(span.input_ids)
-    return ids
+    inputs = [span.input_ids for span in spans]
+    if can_share(config):
+        found = _rows(inputs)
+    else:
+        cut = by_length([len(ids) for ids in inputs], most=MAX_BATCH_TOKENS)
+        found = ((numbers, padded_input([inputs[number] for number in numbers])) for numbers in cut)
+    for numbers, read in found:
+        yield SpanBatch([spans[number] for number in numbers], numbers, read)
 
 
-def predicting(hidden: Tensor, batch: Sequence[Span]) -> list[Tensor]:
-    """Return each span's rows [tokens, hidden] of `hidden` [spans, tokens, hidden] that its tokens come from."""
-    return [
-        span.predicted_from(hidden[index, len(span.context_ids) - 1 : span.length]) for index, span in enumerate(batch)
-    ]
-
-
-def with_experts(
-    measured: Sequence[SpanMeasured | Refusal], chosen: Sequence[Tensor], batch: Sequence[Span]
-) -> list[SpanMeasured | Refusal]:
-    """Add to a batch's measurements the experts that each span's inputs met: what each router chose of the batch."""
-    choices = choices_of_lines(chosen, lines=len(batch))
-    if choices is None:
-        return list(measured)
-    return [
-        one if isinstance(one, Refusal) else msgspec.structs.replace(one, experts=line[: span.length].numpy().tobytes())
-        for one, line, span in zip(measured, choices, batch, strict=True)
-    ]
+def _rows(inputs: Sequence[list[int]]) -> Iterator[tuple[list[int], ModelInput]]:
+    """Yield rows of inputs that begin alike, each with their numbers."""
+    order = sorted(range(len(inputs)), key=lambda number: inputs[number])
+    batch: list[int] = []
+    shared: list[int] = []
+    tokens = 0
+    for number in order:
+        ids = inputs[number]
+        known = common_beginning(inputs[batch[-1]], ids) if batch else 0
+        if batch and tokens + len(ids) - known > MAX_BATCH_TOKENS:
+            yield batch, packed_input([inputs[held] for held in batch], shared=shared)
+            batch, shared, tokens, known = [], [], 0, 0
+        batch.append(number)
+        shared.append(known)
+        tokens += len(ids) - known
+    if batch:
+        yield batch, packed_input([inputs[held] for held in batch], shared=shared)

@@ -3,13 +3,14 @@
 Every span is measured by an ordinary prefill of its whole prefix under its own policy, so a completion that several
 policies drew needs nothing special (docs/protocol.md, section 7.1). `TransformersPrefill` is the reference: it shares
 no code with the engines that workers run, sees whole sequences at once, has no KV cache and no padding mask, and
-computes in the policy's own dtype.
+computes in the policy's own dtype. What spans begin with in common it computes once (`node.policy.packed`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -21,11 +22,12 @@ from node.errors import EngineFailed
 from node.policy.experts import routers
 from node.policy.file import Blueprint, Policy
 from node.policy.memory import unless_out_of_memory
+from node.policy.packed_attention import can_share, packed_attention
 from node.policy.reading import OpenPolicy, load_once
 from node.policy.routing import noted_choices
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
-from node.verification.batches import batches, padded_ids, predicting, with_experts
+from node.verification.batches import SpanBatch, batches
 from node.verification.deviations import SpanMeasured
 from node.verification.spans import Span, measure_states
 from node.verification.streamed import StreamedPrefill
@@ -125,33 +127,39 @@ class TransformersPrefill:
     def states(self, spans: Sequence[Span]) -> list[Tensor]:
         """Return each span's hidden states [tokens, hidden] that its tokens were predicted from."""
         found: dict[int, Tensor] = {}
-        with torch.inference_mode():
-            for batch in batches(spans):
-                found.update(zip(batch, self._hidden_states([spans[index] for index in batch]), strict=True))
-        return [found[index] for index in range(len(spans))]
+        with self._computing():
+            for batch in batches(spans, self._policy.config):
+                found.update(zip(batch.numbers, self._hidden_states(batch), strict=True))
+        return [found[number] for number in range(len(spans))]
 
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
-        """Measure as `Prefill.measure`, batching spans of similar length."""
+        """Measure as `Prefill.measure`, several spans in each forward pass."""
         results: dict[int, SpanMeasured | Refusal] = {}
-        with torch.inference_mode():
-            for batch in batches(spans):
-                own = [spans[index] for index in batch]
+        with self._computing():
+            for batch in batches(spans, self._policy.config):
                 with noted_choices(routers(self._policy.model)) as noted:
-                    states = self._hidden_states(own)
+                    states = self._hidden_states(batch)
                 measured = measure_states(
-                    own,
+                    batch.spans,
                     states,
                     self._policy.head,
                     temperature=spec.sampling.temperature,
                     proofs=spec.proofs,
                 )
-                found = with_experts(measured, [chosen for (chosen,) in noted], own)
-                results.update(zip(batch, found, strict=True))
-        return [results[index] for index in range(len(spans))]
+                found = batch.with_experts(measured, [chosen for (chosen,) in noted])
+                results.update(zip(batch.numbers, found, strict=True))
+        return [results[number] for number in range(len(spans))]
 
-    def _hidden_states(self, batch: Sequence[Span]) -> list[Tensor]:
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Have the model read batches within the context."""
+        model: Any = self._policy.model
+        with torch.inference_mode(), packed_attention(model if can_share(self._policy.config) else None):
+            yield
+
+    def _hidden_states(self, batch: SpanBatch) -> list[Tensor]:
         """Return each span's inputs of the output head where its tokens are predicted: [tokens, hidden]."""
         model: Any = self._policy.model
-        ids = padded_ids(batch).to(model.device)
-        hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        return predicting(hidden, batch)
+        ids, others = batch.input.ids.to(model.device), batch.input.arguments(model.device)
+        hidden: Tensor = model.base_model(input_ids=ids, use_cache=False, **others).last_hidden_state
+        return batch.predicting(hidden)

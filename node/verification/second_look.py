@@ -129,7 +129,7 @@ def exact_states(
     with torch.inference_mode():
         for done in state_passes(model, spans):
             for batch, states, _ in done:
-                found.update(zip(batch, states, strict=True))
+                found.update(zip(batch.numbers, states, strict=True))
     return [found[index] for index in range(len(spans))]
 
 

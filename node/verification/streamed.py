@@ -7,7 +7,7 @@ states of all spans of a pass, and one layer's activations for one batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ from node.policy.reading import OpenPolicy
 from node.policy.routing import noted_choices
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
-from node.verification.batches import batches, padded_ids, predicting, with_experts
+from node.verification.batches import SpanBatch, batches
 from node.verification.deviations import SpanMeasured
 from node.verification.spans import Span, measure_states
 
 MAX_STATE_BYTES = 2**30
 """Hidden states that go through the layers together; more spans take another pass over the file."""
 
-Batch = tuple[list[int], list[Tensor], list[Tensor]]
-"""Indices of spans, the hidden states [tokens, hidden] that each one's tokens are predicted from, and what each router
+Computed = tuple[SpanBatch, list[Tensor], list[Tensor]]
+"""A batch, the hidden states [tokens, hidden] that each of its span's tokens are predicted from, and what each router
 chose of the whole batch [inputs, experts].
 """
 
@@ -56,35 +56,34 @@ class StreamedPrefill:
             for done in state_passes(model, spans):
                 head = model.head()
                 for batch, states, chosen in done:
-                    own = [spans[index] for index in batch]
                     measured = measure_states(
-                        own,
+                        batch.spans,
                         states,
                         head,
                         temperature=spec.sampling.temperature,
                         proofs=spec.proofs,
                     )
-                    results.update(zip(batch, with_experts(measured, chosen, own), strict=True))
-        return [results[index] for index in range(len(spans))]
+                    results.update(zip(batch.numbers, batch.with_experts(measured, chosen), strict=True))
+        return [results[number] for number in range(len(spans))]
 
 
-def state_passes(model: LayeredModel, spans: Sequence[Span]) -> Iterator[list[Batch]]:
+def state_passes(model: LayeredModel, spans: Sequence[Span]) -> Iterator[list[Computed]]:
     """Yield the batches of each pass over the policy's file, whose hidden states take at most MAX_STATE_BYTES."""
-    for group in _grouped(spans, most=MAX_STATE_BYTES // model.state_bytes):
+    for group in _grouped(batches(spans, model.config), most=MAX_STATE_BYTES // model.state_bytes):
         with noted_choices(model.routers) as noted:
-            hidden = model.hidden_states([padded_ids([spans[index] for index in batch]) for batch in group])
+            hidden = model.hidden_states([batch.input for batch in group])
         yield [
-            (batch, predicting(states, [spans[index] for index in batch]), [chosen[at] for chosen in noted])
+            (batch, batch.predicting(states), [chosen[at] for chosen in noted])
             for at, (batch, states) in enumerate(zip(group, hidden, strict=True))
         ]
 
 
-def _grouped(spans: Sequence[Span], *, most: int) -> Iterator[list[list[int]]]:
-    """Yield the batches of `spans` in groups of at most `most` tokens, or of one batch."""
-    group: list[list[int]] = []
+def _grouped(found: Iterable[SpanBatch], *, most: int) -> Iterator[list[SpanBatch]]:
+    """Yield batches in groups of at most `most` tokens, or of one batch."""
+    group: list[SpanBatch] = []
     held = 0
-    for batch in batches(spans):
-        tokens = spans[batch[0]].length * len(batch)
+    for batch in found:
+        tokens = batch.input.ids.numel()
         if group and held + tokens > most:
             yield group
             group, held = [], 0

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from coordinator.training import vocabulary
-from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
 from coordinator.training.head import final_states, head_backward, head_logprobs, output_head
 from coordinator.training.packing import PackedRow, Scored, pack
 from coordinator.training.world import World, open_world
 from node.policy.file import load_policy
 from node.policy.models.base import RecurrentForCausalLM
+from node.policy.packed_attention import packed_attention
 
 TEMPERATURE = 0.7
 CHUNK_TOKENS = 3

@@ -11,12 +11,12 @@ from packed_rows import row_backward, row_logprobs
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
 from coordinator.training.head import final_states, head_backward, head_logprobs
 from coordinator.training.packing import PackedRow, Scored, pack
 from node.policy.families import TINY_RECURRENT
 from node.policy.models.tiny import MAKERS
+from node.policy.packed_attention import packed_attention
 from node.policy.products import LogitRule, OutputHead
 
 V, D, CHUNK = 50, 24, 8

@@ -9,14 +9,14 @@ from packed_rows import row_backward, row_logprobs
 
 from benchmarks.modelling.families import WINDOW_TOKENS, small_model
 from coordinator.commands.trainer import trainer
-from coordinator.training import attention
-from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample, count_tokens
 from coordinator.training.head import final_states
 from coordinator.training.lora import recompute_activations
 from coordinator.training.packing import ROW_TOKENS, Scored, _sequence, pack, rows_of_process
 from coordinator.training.repeatable import set_training
+from node.policy import packed_attention as attention
 from node.policy.models.tiny_llama import make_model
+from node.policy.packed_attention import packed_attention
 
 SAMPLES = [
     Sample((1, 2, 3), (4, 5), (-1.0, -2.0)),

@@ -27,7 +27,6 @@ from coordinator.planning.experts import plan_experts
 from coordinator.planning.plan import Machines, make_plan
 from coordinator.planning.proposal import first_spec
 from coordinator.planning.shape import ModelShape, read_shape
-from coordinator.training.attention import packed_attention
 from coordinator.training.groups import Sample
 from coordinator.training.head import final_states
 from coordinator.training.lora import add_adapters
@@ -36,6 +35,7 @@ from coordinator.training.packing import Scored, pack
 from node.cli import main
 from node.keys.identity import create_key
 from node.policy.families import ATTENTION_FAMILIES
+from node.policy.packed_attention import packed_attention
 from node.policy.products import use_blocks
 from node.policy.skeleton import unique_tensors
 from node.protocol.run import LoraSpec, TrainingSpec, parse_run_toml

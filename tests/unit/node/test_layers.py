@@ -23,6 +23,8 @@ from node.policy.config import longest_sequence
 from node.policy.file import Policy, load_policy, save_policy
 from node.policy.layers import LayeredModel
 from node.policy.models.tiny_llama import make_tokenizer
+from node.policy.packed import ModelInput, packed_input, padded_input
+from node.policy.packed_attention import can_share, packed_attention
 from node.policy.reading import OpenPolicy
 from node.protocol.reasons import Refusal
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ModelSpec, ProofSpec, RunSpec
@@ -138,19 +140,31 @@ def test_long_variants_keep_the_positions_of_short_sequences(tmp_path: Path) -> 
         assert not torch.allclose(long[:, :16], short), "or this test would show nothing"
 
 
+def read_together(policy: Policy, read: ModelInput) -> Tensor:
+    model: Any = policy.model
+    with packed_attention(model if read.layout else None):
+        device = torch.device("cpu")
+        states: Tensor = model.base_model(read.ids, use_cache=False, **read.arguments(device)).last_hidden_state
+    return states
+
+
 def assert_same_bits(path: Path, *, dtype: torch.dtype) -> None:
     """States and logits, in the run's dtype and in float32."""
     policy, file = load_policy(path, dtype=dtype), OpenPolicy(path)
-    inputs = [torch.arange(3, 103).view(2, 50), torch.arange(3, 10)[None]]
+    together, alone = [[*range(3, 53)], [*range(3, 43), *range(63, 73)]], [[*range(3, 10)]]
+    if can_share(policy.config):
+        inputs = [packed_input(together, shared=[0, 40]), packed_input(alone, shared=[0])]
+    else:
+        inputs = [padded_input(together), padded_input(alone)]
     with torch.inference_mode():
         for reference, computing in ((policy, dtype), (policy.in_float32(), torch.float32)):
             model = LayeredModel(file, rounded=dtype, dtype=computing)
-            expected = [whole(reference, ids) for ids in inputs]
+            expected = [read_together(reference, read) for read in inputs]
             found = model.hidden_states(inputs)
             assert all(map(torch.equal, found, expected))
             assert torch.equal(model.head().logits(found[0][0]), reference.logits(expected[0][0]))
         eight_bits = LayeredModel(file, rounded=dtype, dtype=torch.float32, alter=int8)
-        assert torch.equal(eight_bits.hidden_states(inputs)[0], whole(altered(policy, int8), inputs[0]))
+        assert torch.equal(eight_bits.hidden_states(inputs)[0], read_together(altered(policy, int8), inputs[0]))
 
 
 class Counting(OpenPolicy):
@@ -177,9 +191,9 @@ def test_no_more_than_the_largest_part_is_in_memory_at_once(tmp_path: Path) -> N
     base: Any = load_policy(path, dtype=torch.bfloat16).model.base_model
     parts = [base.embed_tokens, *base.layers]
     largest = max(sum(weight.nbytes for weight in part.parameters()) for part in parts)
-    file = Counting(path)
+    file, read = Counting(path), packed_input([[*range(3, 40)]], shared=[0])
     with torch.inference_mode():
-        LayeredModel(file, rounded=torch.bfloat16, dtype=torch.bfloat16).hidden_states([torch.arange(3, 40)[None]])
+        LayeredModel(file, rounded=torch.bfloat16, dtype=torch.bfloat16).hidden_states([read])
     assert file.alive == 0
     assert file.most == largest
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ def test_a_forward_pass_holds_a_bounded_number_of_tokens(policy, groups, monkeyp
     measured_many({VERSION: policy}, groups, spec=SPEC)
     handle.remove()
     assert len(shapes) > 1
-    assert all(rows == 1 or rows * length <= 120 for rows, length in shapes)
+    assert all(rows == 1 and length <= 120 for rows, length in shapes)
 
 
 def test_a_figure_that_is_not_a_number_is_never_small(policy, groups):
@@ -479,11 +480,13 @@ def test_an_auditor_sees_every_rows_figures(policy, environments, groups):
 def test_a_model_that_fails_after_the_first_row_blames_nobody(own_policy, environments, groups):
     """One good row is no admission, and a failure over the others no rejection."""
 
-    def second(_: object, __: object, inputs: dict[str, torch.Tensor]) -> None:
-        if len(inputs["input_ids"]) > 1:
+    passes = count()
+
+    def second(*_: object) -> None:
+        if next(passes) > 0:
             broken()
 
-    own_policy.model.base_model.register_forward_pre_hook(second, with_kwargs=True)
+    own_policy.model.base_model.register_forward_pre_hook(second)
     verdict = verdict_of(groups[0], own_policy, environments, slot=0)
     assert (verdict.outcome, verdict.reason, verdict.figures) == (
         Outcome.INDETERMINATE,
