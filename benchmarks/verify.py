@@ -19,14 +19,14 @@ take turns on the same cores (or the same GPU). Figures are medians over rounds,
   Hardly any random bytes decode as a proof. The last kind passes every check that needs no model, so that only a
   prefill can tell it from honest work: that of one row, because a verifier measures one before the others.
 
-The floor: a prefill computes 2 FLOP for each weight (without the embedding) and token; `share_of_matmul_bound` holds
-the verifier against that, at the speed of one large matrix product measured here. `layers_over_torch_matmul` is the
-speed at which a policy's layers compute it over that of torch's kernel (`node.policy.products`), 1 where the machine
-has instructions for the dtype. Decoding c rows a step reads all weights for c tokens: while that reading binds,
-generation's cost per token is bytes / (c * bandwidth), and the ratio is large. Once 2 FLOP per weight and row take
-longer than reading the weight, decoding is bound as prefill is, and no verifier that repeats the forward pass can be
-much faster per token. That is so from about c = peak FLOP/s over bandwidth in weights per second / 2: some tens of rows
-on a CPU, some hundreds on a GPU.
+The floor: a prefill computes 2 FLOP for each weight (without the embedding) and token, a group's prompt once;
+`share_of_matmul_bound` holds the verifier against that, at the speed of one large matrix product measured here.
+`layers_over_torch_matmul` is the speed at which a policy's layers compute it over that of torch's kernel
+(`node.policy.products`), 1 where the machine has instructions for the dtype. Decoding c rows a step reads
+all weights for c tokens: while that reading binds, generation's cost per token is bytes / (c * bandwidth), and the
+ratio is large. Once 2 FLOP per weight and row take longer than reading the weight, decoding is bound as prefill is, and
+no verifier that repeats the forward pass can be much faster per token. That is so from about c = peak FLOP/s over
+bandwidth in weights per second / 2: some tens of rows on a CPU, some hundreds on a GPU.
 """
 
 from __future__ import annotations
@@ -223,10 +223,11 @@ def figures_of(rounds: Sequence[Round], policy: Blueprint, options: argparse.Nam
     figures |= {f"cost_over_honest_{kind}": cost for kind, cost in costs.items()}
     figures["hostile_cost_over_honest"] = max(costs.values())
     flops = matmul_flops(getattr(torch, options.dtype), policy.hidden)
-    # An embedding is looked up. The layers see the prompt as well, the head only what is predicted.
+    # An embedding is looked up. The layers see a group's prompt as well, the head only what is predicted.
     head = policy.vocabulary * policy.hidden
     layers = policy.parameters - 2 * head
-    per_token = 2 * (layers * (prompt + options.tokens) / options.tokens + head)
+    group_tokens = workload.make_spec(dtype=options.dtype, tokens=options.tokens).sampling.group_size * options.tokens
+    per_token = 2 * (layers * (prompt + group_tokens) / group_tokens + head)
     figures["matmul_gflop_per_s"] = max(flops.values()) / 1e9
     figures["share_of_matmul_bound"] = statistics.median(verified) * per_token / max(flops.values())
     figures["layers_over_torch_matmul"] = flops["layers"] / flops["torch"]

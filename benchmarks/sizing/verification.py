@@ -88,13 +88,13 @@ async def _draw(task: VerifyTask, rules: Any) -> list[list[Rollout]]:
 def floor_seconds(rollouts: list[Rollout], policy: Policy, rates: dict[torch.dtype, float]) -> float:
     """Return what the products of a group's prefill take at the machine's best: layers in the policy's dtype.
 
-    Layers: 2 operations for each weight and token of each sequence. The head: 2 for each weight and drawn token, summed
-    in float32 as the protocol has it; at the rate of float32, unless this CPU sums products of the dtype so.
+    Layers: 2 operations for each weight and token of the group, its prompt once. The head: 2 for each weight and
+    drawn token, summed in float32 as the protocol has it; at the rate of float32, unless this CPU sums products of the
+    dtype so.
     """
     layers = sum(tensor.numel() for name, tensor in unique_tensors(policy.model).items() if ".layers." in name)
-    tokens = sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts)
     drawn = sum(len(rollout.completion_ids) for rollout in rollouts)
-    in_layers = 2.0 * layers * tokens / rates[policy.model.dtype]
+    in_layers = 2.0 * layers * (len(rollouts[0].prompt_ids) + drawn) / rates[policy.model.dtype]
     head = policy.head.weight
     kind = torch.float32 if PackedStates.of(head[:1], head) is None else head.dtype
     return in_layers + 2.0 * policy.vocabulary * policy.hidden * drawn / rates[kind]
