@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 class Client:
     """Client of one run, bound to one event loop; use `async with`, or call `close()`.
 
-    Of the `keep` versions that were used last each is a whole file; with `rewind` only the newest and the last `spare`
-    that were fetched are, and the others of that many newest ones are deltas back from it (`shardcast.store.rewind`)
+    Of the `keep` versions that were used last each is a whole file; with `rewind` only the newest `spare` and the last
+    that was fetched are, and the others of that many newest ones are deltas back from it (`shardcast.store.rewind`)
     where those are smaller. `reader` is shown what is written of them. `threads` hash and apply deltas; None takes
     every core. `may_connect` decides which addresses it connects to, e.g. where strangers name the sources.
     """

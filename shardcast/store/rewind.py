@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from pathlib import Path
 from typing import Final
 
@@ -32,13 +31,13 @@ MAX_REWOUND: Final = 32
 
 
 class Rewinds:
-    """The rewound versions of one store: of its newest `keep`, all but the newest and the last `spare` in use."""
+    """The rewound versions of one store: of its newest `keep`, all but the newest `spare` and the one in use."""
 
     def __init__(self, store: Store, *, keep: int, spare: int, threads: int) -> None:
         self._store, self._threads = store, threads
         self._keep = min(keep, MAX_REWOUND)
         self._folder = store.root / REWINDS
-        self._in_use: deque[int] = deque(maxlen=spare)
+        self._spare = spare
         self._too_large = set[int]()
         self._lock = threading.Lock()
         try:
@@ -66,22 +65,20 @@ class Rewinds:
                 self._forget(signed.manifest.version)
 
     def settle(self, completed: int) -> None:
-        """Rewind every whole version but the newest and those in use, the last of which is `completed`.
+        """Rewind every whole version but the newest ones, by their numbers, and `completed`, which is in use.
 
+        Who lags by a version uses each one after the next one has come: by the last use the wrong ones would stay.
         Versions beyond the newest `keep` are deleted. Raises LocalFault.
         """
         with self._lock:
-            if completed in self._in_use:
-                self._in_use.remove(completed)
-            self._in_use.append(completed)
             whole = self._store.whole_results()
             kept = {signed.manifest.version for signed in self._store.versions()[-self._keep :]}
             # One without a way from a whole version is of no use: a delta on the way was damaged.
             for version in [known for known in self._files if known not in kept or self._route(known) is None]:
                 self._forget(version)
-            for signed, file in whole[1:]:
+            for signed, file in whole[self._spare :]:
                 version = signed.manifest.version
-                if version in self._in_use or version in self._too_large:
+                if version == completed or version in self._too_large:
                     continue
                 if version not in kept or version in self._files or self._rewind(signed, file, *whole[0]):
                     self._store.discard_result(signed)

@@ -63,6 +63,17 @@ async def test_a_follower_holds_one_whole_version_and_needs_no_network_for_the_o
     await eventually(lambda: whole(folder) == {4, 5})  # the last one may be in use
 
 
+async def test_who_lags_by_a_version_finds_it_whole(swarm: Any) -> None:
+    """A verifier that lags would otherwise make each file that it needs from the delta that it has just made of it."""
+    url, server = swarm.origin()
+    client, folder = swarm.client(url, rewind=4, spare=2), swarm.folder / "client"
+    await follow(server, client, swarm.folder, 0, 1)
+    for version in (2, 3, 4):
+        await client.fetch_archived(version - 2)
+        await follow(server, client, swarm.folder, version)
+        await eventually(lambda version=version: whole(folder) == {version, version - 1})
+
+
 async def test_another_process_reads_what_is_rewound(swarm: Any) -> None:
     """`swarmproof export` takes a policy out of a running worker's folder."""
     url, server = swarm.origin()
