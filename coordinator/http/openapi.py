@@ -1,4 +1,4 @@
-"""The OpenAPI document: paths and parameters from FastAPI, everything else from `node.protocol.endpoints`.
+"""The OpenAPI document: paths and query parameters from FastAPI, everything else from `node.protocol.endpoints`.
 
 Bodies are canonical values (docs/protocol.md, 1.1) and bypass FastAPI; their schemas come from the message types.
 """
@@ -64,8 +64,10 @@ def _messages() -> list[type[Wire]]:
 
 def _operation(endpoint: Endpoint[Any, Any], generated: dict[str, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {"operationId": generated["operationId"], "summary": endpoint.summary}
-    if "parameters" in generated:
-        operation["parameters"] = [_parameter(each) for each in generated["parameters"]]
+    names = [{"name": name, "in": "path", "required": True, "schema": _DIGEST} for name in endpoint.names]
+    query = [_parameter(each) for each in generated.get("parameters", ()) if each["in"] == "query"]
+    if names or query:
+        operation["parameters"] = names + query
     if endpoint.body is bytes:
         operation["requestBody"] = {"required": True, "content": _content(bytes, BYTES)}
     elif issubclass(endpoint.body, Wire):
@@ -82,9 +84,8 @@ def _operation(endpoint: Endpoint[Any, Any], generated: dict[str, Any]) -> dict[
 
 
 def _parameter(generated: dict[str, Any]) -> dict[str, Any]:
-    """Return FastAPI's parameter without its title; path parameters are digests."""
-    schema = {key: value for key, value in generated["schema"].items() if key != "title"}
-    return generated | {"schema": _DIGEST if generated["in"] == "path" else schema}
+    """Return FastAPI's parameter without its title."""
+    return generated | {"schema": {key: value for key, value in generated["schema"].items() if key != "title"}}
 
 
 def _content(kind: type, media_type: str) -> dict[str, Any]:

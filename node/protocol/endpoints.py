@@ -7,6 +7,7 @@ them and bounds the replies, and the OpenAPI document describes them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from string import Formatter
 from types import NoneType
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
@@ -121,6 +122,11 @@ class Endpoint(Generic[BodyT, ReplyT]):
     def signed(self) -> bool:
         """Whether a request needs a node's signature."""
         return Reason.BAD_SIGNATURE in self.refusals
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the path's variable parts, all of which are digests."""
+        return [name for _, name, _, _ in Formatter().parse(self.path) if name]
 
     def at(self, **names: str) -> str:
         """Return the path with its variable parts filled in."""

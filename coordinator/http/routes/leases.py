@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Request, Response
 
-from coordinator.http.routing import SignedCall, respond, route, signed
+from coordinator.http.routing import plain_route, read_signed, respond
 from coordinator.storage.database import Connection
 from node.protocol import endpoints
 from node.protocol.endpoints import Empty
@@ -16,23 +15,23 @@ from node.protocol.messages import LeaseReply, LeaseRequest
 router = APIRouter()
 
 
-@route(router, endpoints.LEASE)
-async def lease(call: Annotated[SignedCall[LeaseRequest], Depends(signed(endpoints.LEASE))]) -> Response:
+@plain_route(router, endpoints.LEASE)
+async def lease(request: Request) -> Response:
+    call = await read_signed(endpoints.LEASE, request)
     coordinator, network = call.service.coordinator, call.network
 
-    def act(transaction: Connection, node: str, request: LeaseRequest) -> LeaseReply:
-        return coordinator.lease(transaction, node, request, now=time.time(), address=network)
+    def act(transaction: Connection, node: str, message: LeaseRequest) -> LeaseReply:
+        return coordinator.lease(transaction, node, message, now=time.time(), address=network)
 
     reply = await call.execute(act)
     call.service.metrics.leases_issued.inc(len(reply.leases))
     return respond(endpoints.LEASE, reply)
 
 
-@route(router, endpoints.RETURN_LEASE)
-async def give_back(
-    call: Annotated[SignedCall[None], Depends(signed(endpoints.RETURN_LEASE))], lease_id: str
-) -> Response:
-    coordinator = call.service.coordinator
+@plain_route(router, endpoints.RETURN_LEASE)
+async def give_back(request: Request) -> Response:
+    call = await read_signed(endpoints.RETURN_LEASE, request)
+    coordinator, lease_id = call.service.coordinator, request.path_params["lease_id"]
     await call.execute(
         lambda transaction, node, _: coordinator.return_lease(transaction, node, lease_id, now=time.time())
     )

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Request, Response
 
-from coordinator.http.routing import ServiceDep, SignedCall, limit_registrations, respond, route, signed
+from coordinator.http.routing import ServiceDep, limit_registrations, plain_route, read_signed, respond, route
 from node.protocol import endpoints
 from node.protocol.endpoints import Empty
-from node.protocol.messages import Registration
 from node.protocol.reasons import Reason, Refusal
 from shardcast.wire import is_digest
 
 router = APIRouter()
 
 
-@route(router, endpoints.REGISTER, dependencies=[Depends(limit_registrations)])
-async def register(call: Annotated[SignedCall[Registration], Depends(signed(endpoints.REGISTER))]) -> Response:
+@plain_route(router, endpoints.REGISTER)
+async def register(request: Request) -> Response:
+    limit_registrations(request)
+    call = await read_signed(endpoints.REGISTER, request)
     coordinator = call.service.coordinator
     await call.execute(
         lambda transaction, node, message: coordinator.register(transaction, node, message, now=time.time())

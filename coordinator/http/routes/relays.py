@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.middleware import address_of
-from coordinator.http.routing import ServiceDep, SignedCall, limit_registrations, respond, route, signed
+from coordinator.http.routing import ServiceDep, limit_registrations, plain_route, read_signed, respond, route
 from node.protocol import endpoints
-from node.protocol.messages import RelayAnnouncement
 
 _PUBLIC_KEY = "^[0-9a-f]{64}$"
 
@@ -26,10 +25,10 @@ def relays(
     return respond(endpoints.RELAYS, advice)
 
 
-@route(router, endpoints.ANNOUNCE_RELAY, dependencies=[Depends(limit_registrations)])
-async def announce(
-    call: Annotated[SignedCall[RelayAnnouncement], Depends(signed(endpoints.ANNOUNCE_RELAY))],
-) -> Response:
+@plain_route(router, endpoints.ANNOUNCE_RELAY)
+async def announce(request: Request) -> Response:
+    limit_registrations(request)
+    call = await read_signed(endpoints.ANNOUNCE_RELAY, request)
     node, announcement = await call.execute(lambda _transaction, node, announcement: (node, announcement))
     registry, now = call.service.coordinator.relays, time.time()
     await run_in_threadpool(registry.announce, node, announcement, address=call.address, now=now)

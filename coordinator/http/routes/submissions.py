@@ -6,14 +6,15 @@ import asyncio
 import logging
 import time
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+import msgspec
+from fastapi import APIRouter, Request, Response
 
 from coordinator.http.intake import Submitter
 from coordinator.http.load_shedding import RETRY_SECONDS, RequestClass
 from coordinator.http.rate_limits import TooManyRequests
-from coordinator.http.routing import ServiceDep, SignedCall, respond, respond_bytes, route, service_of, signed
+from coordinator.http.routing import plain_route, read_signed, respond, respond_bytes, service_of
 from coordinator.http.service import Service
 from coordinator.http.shutdown import Shutdown
 from coordinator.http.signed_requests import open_request, read_envelope
@@ -30,10 +31,13 @@ log = logging.getLogger(__name__)
 
 router = APIRouter()
 
+_Wait = Annotated[float, msgspec.Meta(ge=0, le=endpoints.MAX_WAIT_SECONDS)]
+_WAIT: Final = {"type": "number", "maximum": endpoints.MAX_WAIT_SECONDS, "minimum": 0, "default": 0.0}
 
-async def submitter(request: Request, lease_id: str) -> Submitter:
-    """Dependency: verify and use up the signed request; refusals come before the body is read."""
-    service, envelope = await service_of(request), read_envelope(request)
+
+async def submitter(request: Request) -> Submitter:
+    """Verify and use up the signed request; refusals come before the body is read."""
+    service, envelope, lease_id = service_of(request), read_envelope(request), request.path_params["lease_id"]
     coordinator = service.coordinator
 
     node, claim = open_request(envelope)
@@ -55,28 +59,27 @@ def _queued(endpoint: Endpoint[Any, SubmissionReply], submission: str, sender: S
     return respond(endpoint, SubmissionReply(submission=submission))
 
 
-@route(router, endpoints.SUBMIT)
-async def submit(request: Request, service: ServiceDep, sender: Annotated[Submitter, Depends(submitter)]) -> Response:
+@plain_route(router, endpoints.SUBMIT)
+async def submit(request: Request) -> Response:
+    service, sender = service_of(request), await submitter(request)
     submission = await service.intake.receive_body(request, sender)
     return _queued(endpoints.SUBMIT, submission, sender, service)
 
 
-@route(router, endpoints.SUBMIT_UPLOAD)
-async def submit_upload(service: ServiceDep, sender: Annotated[Submitter, Depends(submitter)], sha256: str) -> Response:
-    submission = await service.intake.queue_upload(sender, sha256)
+@plain_route(router, endpoints.SUBMIT_UPLOAD)
+async def submit_upload(request: Request) -> Response:
+    service, sender = service_of(request), await submitter(request)
+    submission = await service.intake.queue_upload(sender, request.path_params["sha256"])
     return _queued(endpoints.SUBMIT_UPLOAD, submission, sender, service)
 
 
-async def _require_uploads(service: ServiceDep) -> None:
-    service.intake.require_uploads()
+@plain_route(router, endpoints.ANNOUNCE_UPLOAD)
+async def announce(request: Request) -> Response:
+    service_of(request).intake.require_uploads()
+    call, lease_id = await read_signed(endpoints.ANNOUNCE_UPLOAD, request), request.path_params["lease_id"]
 
-
-@route(router, endpoints.ANNOUNCE_UPLOAD, dependencies=[Depends(_require_uploads)])
-async def announce(
-    call: Annotated[SignedCall[UploadRequest], Depends(signed(endpoints.ANNOUNCE_UPLOAD))], lease_id: str
-) -> Response:
-    def act(transaction: Connection, node: str, request: UploadRequest) -> Upload:
-        upload = Upload(lease_id, request.body, request.sha256, request.body_bytes)
+    def act(transaction: Connection, node: str, message: UploadRequest) -> Upload:
+        upload = Upload(lease_id, message.body, message.sha256, message.body_bytes)
         call.service.coordinator.announce_upload(transaction, node, upload, now=time.time())
         return upload
 
@@ -84,13 +87,9 @@ async def announce(
     return respond(endpoints.ANNOUNCE_UPLOAD, offer, headers={"Cache-Control": "no-store"})
 
 
-@route(router, endpoints.RECEIPT)
-async def receipt(
-    request: Request,
-    service: ServiceDep,
-    submission: str,
-    wait: Annotated[float, Query(ge=0, le=endpoints.MAX_WAIT_SECONDS, allow_inf_nan=False)] = 0.0,
-) -> Response:
+@plain_route(router, endpoints.RECEIPT, query={"wait": _WAIT})
+async def receipt(request: Request) -> Response:
+    service, submission, wait = service_of(request), request.path_params["submission"], _wait_of(request)
     if not is_digest(submission):
         raise Refusal(Reason.NOT_FOUND, "Not a submission's id.")
     read_receipt = partial(service.coordinator.receipt, submission)
@@ -108,6 +107,15 @@ async def receipt(
     if isinstance(found, Pending):
         return Response(encode(found), status_code=202, media_type=endpoints.JSON)
     return respond_bytes(endpoints.RECEIPT, found)
+
+
+def _wait_of(request: Request) -> float:
+    """Return for how many seconds a request may wait; raises Refusal."""
+    try:
+        return msgspec.convert(request.query_params.get("wait", "0"), _Wait, strict=False)
+    except msgspec.ValidationError as error:
+        detail = f"`wait` is a number of seconds, at most {endpoints.MAX_WAIT_SECONDS:g}."
+        raise Refusal(Reason.BAD_REQUEST, detail) from error
 
 
 async def _wait(request: Request, event: asyncio.Event, shutdown: Shutdown, *, seconds: float) -> None:
