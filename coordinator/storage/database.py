@@ -241,7 +241,8 @@ def _savepoint(connection: Connection) -> Iterator[Connection]:
         _ROLL_BACK.run(connection)
         _RELEASE.run(connection)
         raise
-    _RELEASE.run(connection)
+    if connection.dialect.name == "sqlite":  # which keeps the pages before each; PostgreSQL's ends with the commit
+        _RELEASE.run(connection)
 
 
 def _outcome(job: Callable[[], T]) -> tuple[T | None, Exception | None]:

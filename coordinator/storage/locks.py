@@ -43,6 +43,8 @@ _TOGETHER: Final = {
     True: Prepared(text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_WORK)}, {_BRIEFLY}")),
 }
 _DECIDES: Final = "swarmproof_decides"
+_HELD: Final = "swarmproof_locks"
+"""Execution option of a connection that `together` has locked for: the statements whose locks it has."""
 _EXCLUSIVE: Final = Prepared(text(f"SELECT {_exclusive(_BATCHES)}, {_exclusive(_WORK)}, {_exclusive(_LOG)}"))
 
 
@@ -74,10 +76,14 @@ def exclusive(connection: Connection) -> None:
 def together(connection: Connection, *, leasing: bool) -> None:
     """Lock before several jobs of a kind that execute in one transaction, in which each may wait for others' rows
     only briefly: whoever has those may wait for rows of a job before it.
+
+    They do not ask the server for these locks again; `connection` is closed with the transaction.
     """
-    _acquire(connection, _TOGETHER[leasing])
+    if connection.dialect.name == "postgresql":
+        _TOGETHER[leasing].run(connection)
+        connection.execution_options(**{_HELD: (_SUBMITTING, _LEASING) if leasing else (_SUBMITTING,)})
 
 
 def _acquire(connection: Connection, statement: Prepared) -> None:
-    if connection.dialect.name == "postgresql":
+    if connection.dialect.name == "postgresql" and statement not in connection.get_execution_options().get(_HELD, ()):
         statement.run(connection)
