@@ -14,7 +14,7 @@ from coordinator.storage.steps import PublishedPolicy, policies_after, steps_wit
 
 READ_AT_ONCE: Final = 500
 REREAD: Final = 2
-"""Newest steps to read again: a step's row changes when its policy is published."""
+"""Newest steps to read again until they are finished: a step's row changes when its policy is published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class History:
         """Return all steps in order, reading new ones."""
         with self._lock:
             first = max(0, len(self._steps) - REREAD)
+            while first in self._steps and self._steps[first].finished_at is not None:
+                first += 1  # its rewards are a read of each of its groups
             while self._read_steps(connection, first) == READ_AT_ONCE:
                 first += READ_AT_ONCE
             return list(self._steps.values())
