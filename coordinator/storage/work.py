@@ -74,8 +74,11 @@ def lease(
     locks.leasing(connection)
     if connection.dialect.name == "postgresql":  # first, since this is the one row of a node that it waits for
         statements.OWN_NODE.run(connection, {"node": node})
-    expire_leases(connection, spec=spec, now=now)
-    ((head, last_step, manifest, unfinished),) = statements.SITUATION.rows(connection, {"node": node})
+    asked = {"node": node, **_overdue_at(spec, now)}
+    ((head, last_step, manifest, unfinished, has_overdue),) = statements.SITUATION.rows(connection, asked)
+    if has_overdue:
+        expire_leases(connection, spec=spec, now=now)
+        ((head, last_step, manifest, unfinished, _),) = statements.SITUATION.rows(connection, asked)
     at = Progress.of(head, last_step)
     oldest_held = min((held for held in request.held_versions if held <= at.head), default=None)
     seen = {"oldest_held": oldest_held, "is_busy": unfinished > 0}
@@ -158,13 +161,16 @@ def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
 
     Leases issued while this machine's clock was ahead expire, too.
     """
-    # All leases have one length, so that the indexed end tells when a lease was issued.
-    too_late = now + gaps.CLOCK_STEP_SECONDS + spec.batch.lease_seconds
-    for name, node in statements.OVERDUE.rows(connection, {"now": now, "too_late": too_late}):
+    for name, node in statements.OVERDUE.rows(connection, _overdue_at(spec, now)):
         if statements.FREE.first(connection, {"lease": name}) is None:  # as in `overtake`; the next request ends it
             continue
         _end_lease(connection, name, LeaseState.EXPIRED, now=now)
         start_backoff(connection, node, batch=spec.batch, now=now)
+
+
+def _overdue_at(spec: RunSpec, now: float) -> dict[str, float]:
+    # All leases have one length, so that the indexed end tells when a lease was issued.
+    return {"now": now, "too_late": now + gaps.CLOCK_STEP_SECONDS + spec.batch.lease_seconds}
 
 
 def return_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> None:

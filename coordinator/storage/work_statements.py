@@ -17,6 +17,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
+    exists,
     func,
     not_,
     or_,
@@ -79,6 +80,8 @@ _WITHOUT_VERDICT = (
 )
 """Rechecks do not count: a rejected node's would take capacity from others."""
 
+_IS_OVERDUE = and_(_ACTIVE, or_(leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late")))
+
 _HELD = _how_many(leases.c.node == bindparam("node"), _ACTIVE)
 HELD_AT = Prepared(_how_many(_ACTIVE, leases.c.node == nodes.c.node, nodes.c.address == bindparam("address")))
 _HELD_BY_UNPROVEN = _how_many(_ACTIVE, leases.c.node == nodes.c.node, is_unproven())
@@ -96,9 +99,11 @@ SITUATION = Prepared(
         _LAST_STEP,
         select(policies.c.manifest_digest).order_by(policies.c.version.desc()).limit(1).scalar_subquery(),
         _HELD.scalar_subquery() + _UNJUDGED.scalar_subquery(),
+        exists().where(_IS_OVERDUE),
     )
 )
-"""Newest policy, last step, the newest policy's manifest, and `node`'s leases and submissions without a verdict."""
+"""Newest policy, last step, the newest policy's manifest, how many leases and submissions without a verdict `node` has,
+and whether any lease is overdue."""
 
 _LEASE = (
     select(
@@ -117,7 +122,7 @@ _LEASE = (
 LEASE, LOCKED_LEASE = Prepared(_LEASE), Prepared(_LEASE.with_for_update(of=leases))
 OVERDUE = Prepared(
     select(leases.c.lease, leases.c.node)
-    .where(_ACTIVE, or_(leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late")))
+    .where(_IS_OVERDUE)
     # A lease whose submission is being committed is in time.
     .with_for_update(skip_locked=True)
 )
