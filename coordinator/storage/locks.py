@@ -42,9 +42,8 @@ _TOGETHER: Final = {
     False: Prepared(text(f"SELECT {_shared(_BATCHES)}, {_BRIEFLY}")),
     True: Prepared(text(f"SELECT {_shared(_BATCHES)}, {_exclusive(_WORK)}, {_BRIEFLY}")),
 }
-_DECIDES: Final = "swarmproof_decides"
 _HELD: Final = "swarmproof_locks"
-"""Execution option of a connection that `together` has locked for: the statements whose locks it has."""
+"""Where a connection's `info` has a transaction and the statements whose locks it holds until its end."""
 _EXCLUSIVE: Final = Prepared(text(f"SELECT {_exclusive(_BATCHES)}, {_exclusive(_WORK)}, {_exclusive(_LOG)}"))
 
 
@@ -63,9 +62,8 @@ def deciding(connection: Connection) -> None:
 
     Not for jobs that share a transaction: one that is undone gives its locks back.
     """
-    if connection.info.get(_DECIDES) is not (transaction := connection.get_transaction()):
-        _acquire(connection, _DECIDING)
-        connection.info[_DECIDES] = transaction
+    _acquire(connection, _DECIDING)
+    _hold(connection, _DECIDING)
 
 
 def exclusive(connection: Connection) -> None:
@@ -77,13 +75,20 @@ def together(connection: Connection, *, leasing: bool) -> None:
     """Lock before several jobs of a kind that execute in one transaction, in which each may wait for others' rows
     only briefly: whoever has those may wait for rows of a job before it.
 
-    They do not ask the server for these locks again; `connection` is closed with the transaction.
+    They do not ask the server for these locks again.
     """
     if connection.dialect.name == "postgresql":
         _TOGETHER[leasing].run(connection)
-        connection.execution_options(**{_HELD: (_SUBMITTING, _LEASING) if leasing else (_SUBMITTING,)})
+        _hold(connection, *((_SUBMITTING, _LEASING) if leasing else (_SUBMITTING,)))
 
 
 def _acquire(connection: Connection, statement: Prepared) -> None:
-    if connection.dialect.name == "postgresql" and statement not in connection.get_execution_options().get(_HELD, ()):
+    if connection.dialect.name != "postgresql":
+        return
+    transaction, held = connection.info.get(_HELD, (None, ()))
+    if transaction is not connection.get_transaction() or statement not in held:
         statement.run(connection)
+
+
+def _hold(connection: Connection, *statements: Prepared) -> None:
+    connection.info[_HELD] = connection.get_transaction(), statements
