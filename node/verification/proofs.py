@@ -6,10 +6,8 @@ sketch's. Whoever builds proofs and whoever verifies them ask here, so that neit
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from torch import Tensor
 
@@ -66,22 +64,20 @@ def check_proof_form(rollouts: Sequence[Rollout], replies: Sequence[Replies], *,
     """Raise malformed_proof for a proof that no honest prover makes of a chunk of its size (section 6.2).
 
     The prefill would find it too, but not cheaply, and only in the rows that it measures. `replies` are what
-    `check_rollouts` found of each.
+    `check_rollouts` found of each, which has counted each row's proofs.
     """
     sizes = [
-        chunk_sizes(pieces(rollout.segment_tokens, inserted), chunk_tokens=spec.chunk_tokens)
+        size
         for rollout, inserted in zip(rollouts, replies, strict=True)
+        for size in chunk_sizes(pieces(rollout.segment_tokens, inserted), chunk_tokens=spec.chunk_tokens)
     ]
-    rows = [rollout.proofs for rollout in rollouts]
-    with contextlib.suppress(BadProof):
+    places = [(row, index) for row, rollout in enumerate(rollouts) for index in range(len(rollout.proofs))]
+    try:
         # All rows at once: a call takes longer than what it does for a few proofs.
-        check_proofs([*chain(*rows)], [*chain(*sizes)], hidden=hidden, spec=spec)
-        return
-    for row, (proofs, own) in enumerate(zip(rows, sizes, strict=True)):
-        try:
-            check_proofs(proofs, own, hidden=hidden, spec=spec)
-        except BadProof as error:
-            raise Refusal(Reason.MALFORMED_PROOF, f"Row {row}, proof {error.index or 0}: {error.code}.") from error
+        check_proofs([proof for rollout in rollouts for proof in rollout.proofs], sizes, hidden=hidden, spec=spec)
+    except BadProof as error:
+        row, index = places[error.index or 0]
+        raise Refusal(Reason.MALFORMED_PROOF, f"Row {row}, proof {index}: {error.code}.") from error
 
 
 def verify_proofs(
