@@ -6,9 +6,11 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from waiting import until
 
+from coordinator.run.background import background_thread
 from coordinator.run.home import Home
 from coordinator.run.relay_probes import RelayProbes
 from coordinator.storage.relays import RegisteredRelay, relays_seen_since
@@ -32,17 +34,9 @@ def hanging() -> Iterator[tuple[str, list[socket.socket]]]:
             one.close()
 
 
-@contextlib.contextmanager
-def probing(home: Home) -> Iterator[None]:
+def probing(home: Home) -> AbstractContextManager[None]:
     """Probe what is due while the block runs."""
-    stop = threading.Event()
-    thread = threading.Thread(target=RelayProbes(home).run, args=(stop,))
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    return background_thread(RelayProbes(home).run, name="relay probes")
 
 
 def registered(home: Home) -> dict[str, RegisteredRelay]:
