@@ -340,6 +340,8 @@ def _set_environment(settings: VllmSettings) -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # On a GPU the attention of a float32 policy is a Triton kernel, which would multiply in TF32.
         "TRITON_F32_DEFAULT": "ieee",
+        # Tokens are forced, so that no sampler is asked; FlashInfer's would be looked for, and compiled, at the start.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "PYTHONWARNINGS": "ignore",  # of vLLM's processes: their deprecations are no contributor's
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -31,6 +31,7 @@ def start(folder, *, runner, hidden, vocabulary, proofs, temperature, parallel=1
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
         "TRITON_F32_DEFAULT": "ieee",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
@@ -54,6 +55,7 @@ def start(folder, *, runner, hidden, vocabulary, proofs, temperature, parallel=1
         block_size=32,
         num_gpu_blocks_override=10,
         kv_cache_memory_bytes=2**26,
+        gpu_memory_utilization=0.1 if on_gpu else 0.9,
         tensor_parallel_size=parallel,
         worker_extension_cls="node.engines.vllm_worker.ProvingWorker",
         logits_processors=["node.engines.vllm_worker:ForcedSampling"],
