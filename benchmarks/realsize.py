@@ -85,11 +85,11 @@ def swarm(options: argparse.Namespace, folder: Path) -> Findings:
         patience_s=options.patience,
         policy_memory_gib=SHELF * size.policy_bytes / 2**30,
     )
-    has_vllm = find_spec("vllm") is not None and options.device == "cpu"
+    has_vllm = find_spec("vllm") is not None
     found = run.run(vllm=has_vllm)
     figures, notes = tables.figures(found, size, run.swarm.spec)
     if not has_vllm:
-        notes["vllm"] = "is not installed, or for the CPU alone: no worker of that engine"
+        notes["vllm"] = "is not installed: no worker of that engine"
     stages = tables.stages(found, size, run.swarm.spec, *floors)
     return figures, notes, {"roles": tables.roles(found, size, run.swarm.spec), "stages": stages}
 

@@ -4,7 +4,8 @@
 
 The worker draws a policy's slots, the trainer makes the next policy of them, the worker fetches that as a delta and
 draws its first slot. Then it ends, and where vLLM is installed a worker with it does a slot of the third policy, as a
-newcomer. At last an auditor derives verdicts anew. Processes have all cores: with `max_async = 0` they take turns.
+newcomer; on a GPU it starts beside the first one, and does a slot as soon as it can. At last an auditor derives
+verdicts anew. Processes have all cores: with `max_async = 0` they take turns.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ _NO_RESTARTS = RestartPolicy(attempts=1)
 _ENGINES: Final = {TORCH: "torch", VLLM: "vllm"}
 _TICK_S = 0.2
 GPU_TRAINER: Final = ("--autocast", "bfloat16", "--row-tokens", "4096")
+_VLLM_OPTIONS: Final = {
+    "cpu": ("--max-num-seqs", "8", "--kv-cache-gib", "0.25"),
+    # vLLM starts only where its share of the GPU is free, which it has with the trainer and the verifier here.
+    "cuda": ("--max-num-seqs", "64", "--kv-cache-gib", "4", "--gpu-memory-utilization", "0.15"),
+}
 _GRACE_S = 20.0
 """A worker takes ten seconds to hand back its slots, and vLLM some to end."""
 
@@ -97,14 +103,18 @@ class RealSwarm:
 
     def _go_through(self, *, vllm: bool) -> None:
         self._until(lambda: 0 in self._watcher.arrivals, "the first policy at the relay")
-        with self._started(TORCH):
+        # vLLM compiles for longer than a GPU takes for a step: it is a newcomer in any case.
+        at_once = (VLLM,) if vllm and self._device == "cuda" else ()
+        with self._started(TORCH, *at_once):
             self._until(lambda: self._watcher.snapshot.finished_steps > 0, "the first step")
-            self._until(lambda: self._admitted(TORCH, version=1), "a group of the second policy")
-        self.found.disk[TORCH] = disk_bytes(self.swarm.folder / TORCH)
-        if vllm:
+            self._until(lambda: self._admitted(TORCH, since=1), "a group of the second policy")
+            if at_once:
+                self._until(lambda: self._admitted(VLLM, since=1), "a group by vLLM")
+        if vllm and not at_once:
             with self._started(VLLM):
-                self._until(lambda: self._admitted(VLLM, version=2), "a group by vLLM")
-            self.found.disk[VLLM] = disk_bytes(self.swarm.folder / VLLM)
+                self._until(lambda: self._admitted(VLLM, since=2), "a group by vLLM")
+        for worker in (TORCH, VLLM) if vllm else (TORCH,):
+            self.found.disk[worker] = disk_bytes(self.swarm.folder / worker)
         self._audit()
         self._read()
 
@@ -145,10 +155,7 @@ class RealSwarm:
         if command.name == VERIFIER:
             options += "--policy-memory", f"{self._policy_memory_gib:.3f}"
         if command.name == VLLM:
-            options += "--max-num-seqs", "8", "--kv-cache-gib", "0.25"
-        if command.name == VLLM and self._device == "cuda":
-            # vLLM starts only where as much of the GPU is free, which it shares with the trainer and the verifier here.
-            options += "--gpu-memory-utilization", "0.3"
+            options += _VLLM_OPTIONS[self._device]
         arguments = (*module, "--log-format", "json", name, *command.arguments[3:], *options)
         return replace(command, arguments=arguments)
 
@@ -169,10 +176,11 @@ class RealSwarm:
             for name in supervisor.pids
         )
 
-    def _admitted(self, worker: str, *, version: int) -> bool:
+    def _admitted(self, worker: str, *, since: int) -> bool:
+        """Return whether a group that `worker` drew under policy `since` or a later one was admitted."""
         (node,) = (place.node for place in self.swarm.workers if place.name == worker)
         return any(
-            entry.node == node and entry.version == version and entry.outcome is Outcome.ADMITTED
+            entry.node == node and entry.version >= since and entry.outcome is Outcome.ADMITTED
             for entry in list(self._watcher.ledger.verdicts.values())
         )
 

@@ -155,7 +155,12 @@ def stages(
             max(reads * tokens / group, per_token * tokens),
             "weights read for each token of a group, or products",
         ),
-        ("verify a group", _verified_seconds(found), per_token * tokens / len(generated), "products of drawn tokens"),
+        (
+            "verify a group",
+            _verified_seconds(found, TORCH),
+            per_token * tokens / len(generated),
+            "products of drawn tokens",
+        ),
         (
             "step",
             step["train_seconds"],
@@ -172,9 +177,36 @@ def stages(
         ("worker, load again", seconds_of("policy_loaded", 1), 2 * reads, "copied in memory"),
         ("audit of 2 verdicts", found.audit_seconds, whole / disk.disk_write, "written once"),
     ]
+    rows += _vllm_rows(found, group=group, reads=reads, per_token=per_token)
     return [
         {"stage": stage, "seconds": round(taken, 2), "floor_seconds": round(floor, 2), "floor": floor_of}
         for stage, taken, floor, floor_of in rows
+    ]
+
+
+def _vllm_rows(
+    found: Observations, *, group: int, reads: float, per_token: float
+) -> list[tuple[str, float, float, str]]:
+    """Return the rows of the newcomer with vLLM, if there was one; its first load starts the engine."""
+    drawn = found.events(VLLM, "slot_generated")
+    if not drawn:
+        return []
+    tokens = sum(each["tokens"] for each in drawn)
+    loads = found.events(VLLM, "policy_loaded")
+    return [
+        ("vLLM, start and load", loads[0]["seconds"], 2 * reads, "copied in memory"),
+        (
+            "vLLM, draw",
+            sum(each["seconds"] for each in drawn),
+            max(reads * tokens / group, per_token * tokens),
+            "weights read for each token of a group, or products",
+        ),
+        (
+            "verify a group of vLLM's",
+            _verified_seconds(found, VLLM),
+            per_token * tokens / len(drawn),
+            "products of drawn tokens",
+        ),
     ]
 
 
@@ -183,9 +215,9 @@ def _product_seconds(size: Size, rates: Mapping[str, float], *, dtype: str) -> f
     return 2 * (size.layers / rates[dtype] + size.head / rates["float32"])
 
 
-def _verified_seconds(found: Observations) -> float:
+def _verified_seconds(found: Observations, worker: str) -> float:
     """Return the mean time from a group's submission to its verdict; not of the first, for which the policy is read."""
-    submitted = {each["submission"]: found.moment(each) for each in found.events(TORCH, "slot_submitted")}
-    verdicts = [each for kind in ("slot_admitted", "slot_rejected") for each in found.events(TORCH, kind)]
+    submitted = {each["submission"]: found.moment(each) for each in found.events(worker, "slot_submitted")}
+    verdicts = [each for kind in ("slot_admitted", "slot_rejected") for each in found.events(worker, kind)]
     taken = [found.moment(each) - submitted[each["submission"]] for each in sorted(verdicts, key=found.moment)]
     return fmean(taken[1:] or taken)

@@ -8,7 +8,7 @@ from benchmarks.realsize import RUN_TOML
 from benchmarks.sizing import tables
 from benchmarks.sizing.machine import Bandwidth
 from benchmarks.sizing.policy import architecture
-from benchmarks.sizing.swarm import RELAY, TORCH, Observations
+from benchmarks.sizing.swarm import RELAY, TORCH, VLLM, Observations
 from benchmarks.sizing.usage import RoleMeter
 from node.protocol.admission import Outcome
 from node.protocol.run import parse_run_toml
@@ -54,6 +54,7 @@ def found():
             event(40, "policy_loaded", policy=1, seconds=2.0),
             event(46, "slot_generated", policy=1, tokens=150, seconds=5.0),
         ],
+        VLLM: [],
     }
     found.steps = [
         {"step": 0, "stats": STATS, "finished_at": start + 39},
@@ -93,3 +94,19 @@ def test_stages_stand_beside_what_the_machine_would_take_at_least(found):
     assert stages["worker, draw"]["seconds"] == 10
     assert stages["verify a group"]["seconds"] == 10  # the group that was judged first waited for the policy
     assert stages["step"]["floor_seconds"] == pytest.approx(6 * 596e6 * 300 / 2e11 + 28 * 596e6 / 1e10, rel=0.01)
+
+
+def test_what_vllm_took_has_rows_where_it_had_a_part(found):
+    def stages():
+        rows = tables.stages(found, SIZE, SPEC, Bandwidth(memory=1e10, disk_write=1e9, disk_read=2e9), RATES)
+        return {row["stage"]: row["seconds"] for row in rows}
+
+    without = stages()
+    found.logs[VLLM] = [
+        event(10, "policy_loaded", policy=0, seconds=60.0),
+        event(14, "slot_generated", policy=1, tokens=150, seconds=2.0),
+        event(14, "slot_submitted", policy=1, submission="c"),
+        event(17, "slot_admitted", policy=1, submission="c"),
+    ]
+    theirs = {"vLLM, start and load": 60, "vLLM, draw": 2, "verify a group of vLLM's": 3}
+    assert stages() == without | theirs
