@@ -68,7 +68,7 @@ SWITCH_SECONDS = 0.0005
 
 def _warn_of_defaults(spec: RunSpec) -> None:
     if not is_calibrated(spec):
-        log.warning("limits.honest is not set: conservative defaults; run `swarmproof calibrate`")
+        log.warning("limits.honest is not set: the defaults know nothing of this model; run `swarmproof calibrate`")
 
 
 @click.command()

@@ -6,6 +6,7 @@ import json
 from typing import Final
 
 import msgspec
+import torch
 
 from coordinator.planning.plan import RunPlan
 from coordinator.planning.shape import ModelShape
@@ -19,6 +20,10 @@ PROMPT_PART: Final = 4
 MOST_PROMPT_TOKENS: Final = 1024
 RATES: Final = ((1_000_000_000, 1e-6), (50_000_000, 3e-6))
 """Learning rates by the least number of parameters (docs/training.md); smaller policies keep the default."""
+SKETCH_STEP_16_BITS: Final = 0.04
+LOGPROB_ERROR_16_BITS: Final = 2.0
+"""For deep policies in 16 bits, until they are calibrated: honest work of 4 billion parameters on a GPU was 0.06 of a
+state's rms and 0.54 nats off (docs/gpu.md), more than the defaults allow."""
 
 
 def first_spec(shape: ModelShape, *, initial: str, context: int | None, group_size: int | None) -> RunSpec:
@@ -35,8 +40,11 @@ def first_spec(shape: ModelShape, *, initial: str, context: int | None, group_si
     )
     rate = next((rate for least, rate in RATES if shape.parameters >= least), spec.training.learning_rate)
     proofs = msgspec.structs.replace(spec.proofs, top_k=min(spec.proofs.top_k, shape.hidden))
-    training = msgspec.structs.replace(spec.training, learning_rate=rate)
-    return msgspec.structs.replace(spec, proofs=proofs, training=training)
+    training, limits = msgspec.structs.replace(spec.training, learning_rate=rate), spec.limits
+    if getattr(torch, shape.dtype).itemsize < torch.float32.itemsize:
+        proofs = msgspec.structs.replace(proofs, sketch_step=SKETCH_STEP_16_BITS)
+        limits = msgspec.structs.replace(limits, logprob_error=LOGPROB_ERROR_16_BITS)
+    return msgspec.structs.replace(spec, proofs=proofs, training=training, limits=limits)
 
 
 def proposed_values(plan: RunPlan) -> tuple[tuple[str, str, str | int | float, str], ...]:
@@ -49,10 +57,12 @@ def proposed_values(plan: RunPlan) -> tuple[tuple[str, str, str | int | float, s
         ("sampling", "max_prompt_tokens", spec.sampling.max_prompt_tokens, "the environment's prompts must fit"),
         ("sampling", "max_new_tokens", spec.sampling.max_new_tokens, f"{longest:,} tokens with the prompt"),
         ("proofs", "top_k", spec.proofs.top_k, f"of {plan.model.hidden:,} hidden units"),
+        ("proofs", "sketch_step", spec.proofs.sketch_step, "until it is calibrated"),
         ("batch", "groups_per_step", spec.batch.groups_per_step, f"{plan.work.tokens:,} tokens a step at most"),
         ("batch", "lease_seconds", spec.batch.lease_seconds, f"a planned worker takes {slot:.0f} s for a full group"),
         ("batch", "max_leases_per_node", spec.batch.max_leases_per_node, "twice what it decodes at once, or more"),
         ("limits", "max_submission_bytes", spec.limits.max_submission_bytes, "a full group fits, uncompressed"),
+        ("limits", "logprob_error", spec.limits.logprob_error, "nats, until it is calibrated"),
         (
             "training",
             "learning_rate",

@@ -201,7 +201,7 @@ def test_operators_of_an_uncalibrated_run_are_told(done, caplog):
     cli._warn_of_defaults(written(done[0]))
     assert uncalibrated.limits.honest == HonestSpec()
     assert [record.getMessage() for record in caplog.records] == [
-        "limits.honest is not set: conservative defaults; run `swarmproof calibrate`"
+        "limits.honest is not set: the defaults know nothing of this model; run `swarmproof calibrate`"
     ]
 
 
