@@ -229,6 +229,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
     origin.close()
 
 
+@pytest.fixture(autouse=True)
+def own_contacts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each coordinator over the run publish its own relays at once, and not those of the one before it for 10 s."""
+    monkeypatch.setattr("coordinator.run.descriptors.SETTLE_SECONDS", 0.0)
+
+
 @contextmanager
 def serving(folder: Path, *relays: str, witnesses: Sequence[WitnessAddress] = ()) -> Iterator[str]:
     """The real service over the run in `folder`, which asks its witnesses."""
