@@ -1,18 +1,24 @@
-"""One of several processes that call a function together: `python -m launched MODULE FUNCTION FOLDER ARGUMENTS`.
+"""One of several processes that call functions together: `python -m launched`.
 
-What torchrun tells its processes is in the environment.
+Each line on standard input is a call: a module, a function in it, a folder, more arguments, and the environment that
+torchrun would give. An empty line is the answer. A call that fails ends the process.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
 from node.commands.engine_options import import_models
 
 if __name__ == "__main__":
-    module, function, folder, arguments = sys.argv[1:]
+    answers, sys.stdout = sys.stdout, sys.stderr
     import_models()
-    getattr(importlib.import_module(module), function)(Path(folder), **json.loads(arguments))
+    for line in sys.stdin:
+        module, function, folder, arguments, environment = json.loads(line)
+        os.environ.update(environment)
+        getattr(importlib.import_module(module), function)(Path(folder), **arguments)
+        print(file=answers, flush=True)

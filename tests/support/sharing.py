@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,9 +31,9 @@ def compare_gradients(state: Path) -> None:
     """
     with open_world(device="cpu") as world:
         whole, parts = models(state, world)
-        vocabulary.LOOKUP_BYTES = 4 * whole.config.hidden_size * world.size * CHUNK_TOKENS
+        chunk_bytes = 4 * whole.config.hidden_size * world.size * CHUNK_TOKENS
         rows = [row_of(whole, drawn=2 + 5 * rank) for rank in range(world.size)]
-        with packed_attention(whole, parts):
+        with patch.object(vocabulary, "LOOKUP_BYTES", chunk_bytes), packed_attention(whole, parts):
             found = backward(parts, rows[world.rank])
             wanted = [backward(whole, row) for row in rows]
         torch.testing.assert_close(found, wanted[world.rank], rtol=0, atol=1e-5)

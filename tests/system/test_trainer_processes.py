@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -49,25 +49,71 @@ LAUNCH_SECONDS = 400.0
 IMPORTED = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
 
 
+class Ranks:
+    """Processes that are called together, and stay for further calls: importing takes each longer than most of these.
+
+    One more than there are so far is started where a call asks for it.
+    """
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def call(self, processes: int, *told: object) -> None:
+        """Have the first `processes` of them make a call; after one that fails all are ended."""
+        while len(self._started) < processes:
+            self._started.append(self._start(len(self._started)))
+        called = self._started[:processes]
+        world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for each in called:
+            each.stdin.write(json.dumps([*told, world]).encode() + b"\n")
+            each.stdin.flush()
+        left = set(called)
+
+        def is_over() -> bool:
+            left.difference_update([each for each in left if each.stdout.read()])
+            return not left or any(each.poll() is not None for each in called)
+
+        try:
+            until(is_over, seconds=LAUNCH_SECONDS)
+            assert [each.poll() for each in called] == [None] * processes
+        except AssertionError:
+            self.end()
+            raise
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORTED}
+        own["PYTHONFAULTHANDLER"] = "1"
+        started = subprocess.Popen(
+            [sys.executable, "-m", "launched"],
+            env={**os.environ, **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        os.set_blocking(started.stdout.fileno(), False)
+        return started
+
+    def end(self) -> None:
+        for each in self._started:
+            with each:
+                each.kill()
+        self._started.clear()
+
+
+RANKS = Ranks()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ranks() -> Iterator[None]:
+    yield
+    RANKS.end()
+
+
 def launch(function: str, state: Path, processes: int, *, module: str = "trainers", **arguments: object) -> None:
     """Have each of `processes` processes call a function of a module of tests/support; one alone is this process."""
     if processes == 1:
         getattr(importlib.import_module(module), function)(state, **arguments)
-        return
-    command = [sys.executable, "-m", "launched", module, function, str(state), json.dumps(arguments)]
-    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with ExitStack() as stack:
-        started = []
-        for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORTED}
-            own["PYTHONFAULTHANDLER"] = "1"
-            started.append(subprocess.Popen(command, env={**os.environ, **shared, **own}, stdout=subprocess.DEVNULL))
-            stack.callback(kill, started[-1])
-        until(
-            lambda: all(each.poll() is not None for each in started) or any(each.returncode for each in started),
-            seconds=LAUNCH_SECONDS,
-        )
-        assert [each.poll() for each in started] == [0] * processes
+    else:
+        RANKS.call(processes, module, function, str(state), arguments)
 
 
 def launched(state: Path, processes: int, **arguments: object) -> list[dict[str, float]]:
