@@ -39,7 +39,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Fsync `path`, so that its bytes are durable. Raises OSError."""
+    """Fsync the file or folder `path`, so that what is in it is durable. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -28,6 +28,7 @@ from coordinator.errors import CoordinatorError
 from coordinator.training.companion import Companion, kept_companion
 from node.policy.file import Policy, load_policy
 from node.policy.model_files import GENERATION
+from shardcast.files import sync_file, sync_folder
 from shardcast.store.reading import MANIFESTS, StoredVersions
 
 log = logging.getLogger(__name__)
@@ -175,19 +176,11 @@ def written_folder(folder: Path) -> Iterator[Path]:
     try:
         yield partial
         for path in (*partial.rglob("*"), partial):
-            _sync(path)
+            sync_file(path)
         partial.rename(folder)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
