@@ -77,13 +77,14 @@ class Zygote:
         descriptors: Mapping[int, int],
         folder: str | None = None,
         session: bool = False,
+        terminal: bool = False,
         tied: bool = False,
         forks: bool = False,
     ) -> int:
         """Begin `python ARGUMENTS` as a child of this process, with these descriptors under these numbers; its id.
 
-        With `session` it leads one, if it is `tied`, it is killed when this process ends, and if it `forks`, so do
-        those that it starts by multiprocessing.
+        With `session` it leads one, with `terminal` of the terminal that is its standard input, too; if it is `tied`,
+        it is killed when this process ends, and if it `forks`, so do those that it starts by multiprocessing.
         """
         request = {
             "arguments": list(arguments),
@@ -91,6 +92,7 @@ class Zygote:
             "descriptors": list(descriptors),
             "folder": folder or str(Path.cwd()),
             "session": session,
+            "terminal": terminal,
             "tied": tied,
             "forks": forks,
             "parent": os.getpid(),
@@ -127,7 +129,8 @@ def adopting() -> Iterator[None]:
 class ForkedPopen(subprocess.Popen[Any]):
     """A Popen whose `python [-P] -m MODULE` is a fork of `zygote`; anything else is started as ever.
 
-    A process that the supervisor ties to itself by its launcher is tied as well.
+    A process that the supervisor ties to itself by its launcher is tied as well, and one that `setsid --ctty` gives a
+    terminal has that.
     """
 
     zygote: Zygote
@@ -139,6 +142,11 @@ class ForkedPopen(subprocess.Popen[Any]):
         launcher = command[1:3] == ["-I", "-S"] and command[3].endswith("/processes/launcher.py")
         if launcher:
             command = command[5:]
+        terminal = command[:2] == ["setsid", "--ctty"]
+        if terminal:
+            command = command[2:]
+        if command[:2] == ["env", "--default-signal=INT"]:  # as every fork has it
+            command = command[2:]
         is_module = command[1:2] == ["-m"] or command[1:3] == ["-P", "-m"]
         if command[0] != sys.executable or not is_module:
             super()._execute_child(*arguments)  # type: ignore[misc]
@@ -149,7 +157,8 @@ class ForkedPopen(subprocess.Popen[Any]):
             environment=os.environ if environment is None else environment,
             descriptors={number: number for number in pass_fds} | dict(enumerate(standard)),
             folder=None if folder is None else os.fsdecode(folder),
-            session=session,
+            session=session or terminal,
+            terminal=terminal,
             tied=launcher,
         )
         self._child_created = True

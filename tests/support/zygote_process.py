@@ -20,6 +20,7 @@ import runpy
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -62,6 +63,8 @@ def become(request: dict[str, Any], received: list[int]) -> None:
     if request["session"]:
         os.setsid()
     place_descriptors(dict(zip(request["descriptors"], received, strict=True)))
+    if request["terminal"]:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from processes import is_running
+from terminal import Terminal
 from waiting import until
 from zygote import Zygote, forking
 
@@ -106,6 +107,21 @@ def test_it_is_found_by_its_command_and_ended_by_its_signals(
             assert shown == command
             process.send_signal(number)
             assert (process.wait(60), process.stderr.read()) == (code, said)
+
+
+async def test_it_leads_the_terminal_that_it_is_given(
+    popen: type[subprocess.Popen[Any]], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is the terminal's to send: it would end nothing, or the tests themselves."""
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    terminal = Terminal("env", "--default-signal=INT", sys.executable, "-m", "waiting_one", environment=environment)
+    try:
+        await terminal.until("up")
+        assert os.getsid(terminal.process.pid) == terminal.process.pid
+        terminal.press("\x03")
+        assert "interrupted" in await terminal.ended()
+    finally:
+        terminal.kill()
 
 
 def test_a_defect_is_a_traceback_and_an_exit_code(

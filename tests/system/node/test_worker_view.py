@@ -38,6 +38,8 @@ from node.worker.view.account import SessionTally, doing
 from node.worker.view.render import Frame, rows
 from node.worker.view.watching import LogReporter, WorkerIdentity, observe_worker
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 STATUS = {
     "run_name": "arithmetic",
     "coordinator": "http://192.0.2.1:8700",
