@@ -48,7 +48,7 @@ LABELS_UNSEEN = {
 quarantine and no fetch is under way.
 """
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("forked_commands")]
 
 
 @pytest.fixture(scope="module")
