@@ -20,6 +20,7 @@ from locations import ROOT
 from ports import free_port
 from trainers import GROUPS, KEY, STEPS, admit, finished_steps, outcome_of, run_in, spec_with, train_to_the_end
 from waiting import until
+from zygote import Zygote, forking
 
 from benchmarks.modelling.families import small_model
 from coordinator.run.home import Home
@@ -289,9 +290,11 @@ def wait_for_steps(home: Home, steps: int, process: subprocess.Popen[bytes], fol
     ids=["one", "one-lora", "two", "two-lora"],
 )
 def test_killed_between_checkpoints_it_goes_on_to_the_policies_of_an_undisturbed_run(
-    tmp_path: Path, processes: int, recipe: dict[str, object]
+    tmp_path: Path, processes: int, recipe: dict[str, object], zygote: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two policies are out and in no checkpoint: others in their place would be a second history, which is fraud."""
+    if processes == 1:  # those that train together are started as ever
+        monkeypatch.setattr(subprocess, "Popen", forking(zygote))
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     spec = spec_with(**recipe)
     with run_in(undisturbed, spec) as home, command(undisturbed, processes=processes) as process:
