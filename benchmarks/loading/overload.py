@@ -9,8 +9,7 @@ who do not come again, and new nodes, who do. Goodput is what is delivered then 
 before and after: other load of the machine changes it. As long again before it counts, so that slots begun are not
 taken for goodput lost.
 
-The coordinator has a core to itself; the generator and the stand-in for the verifiers share another. A refusal costs
-the generator a new connection, too.
+The coordinator has a core to itself; the generator and the stand-in for the verifiers share another.
 """
 
 from __future__ import annotations

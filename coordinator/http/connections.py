@@ -24,7 +24,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.errors import BadConfiguration
-from coordinator.http.errors import error_body
+from coordinator.http.errors import BODY_RECEIVED, error_body
 from node.protocol.reasons import Reason, Refusal
 from shardcast.rate_limit import canonical_address, network_of
 
@@ -57,6 +57,7 @@ UNSENT_SECONDS = 60
 SHUTDOWN_SECONDS = 5
 log = logging.getLogger(__name__)
 
+_RECEIVED: dict[str, dict[object, object]] = {BODY_RECEIVED: {}}
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # as in h11
 
 _FLOODS = ("Invalid HTTP request received.", "Unsupported upgrade request.", "No supported WebSocket library detected.")
@@ -197,6 +198,11 @@ class LimitedProtocol(H11Protocol):
         else:
             self._stop_head_timer()
         self._note_waiting()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.more_body:  # before its task runs, where all came at once
+            self.cycle.scope["extensions"] = _RECEIVED
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

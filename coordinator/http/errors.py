@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -13,17 +14,27 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from coordinator.errors import StorageFault
-from coordinator.http.rate_limits import TooManyRequests
+from coordinator.http.rate_limits import OverloadRefusal, TooManyRequests
 from coordinator.storage.faults import DatabaseAway, advice, is_away
 from node.protocol.messages import ErrorReply
 from node.protocol.reasons import Reason, Refusal
 from shardcast.wire import encode
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 log = logging.getLogger(__name__)
 
 INTERNAL_ERROR, UNAVAILABLE = "internal_error", "unavailable"
 ERROR_LOG_SECONDS = 10.0
 """Minimum time between two log lines about an unavailable disk or database."""
+
+BODY_RECEIVED = "swarmproof.body_received"
+"""Key of a scope's extensions: the request has arrived to its end."""
+
+MOST_KEPT_SECONDS = 5
+"""The longest Retry-After for which an overloaded coordinator keeps a connection: it has few of them, and new nodes,
+which come again after longer, would hold those of workers."""
 
 _RETRY_AFTER_SECONDS = 5
 _JSON = "application/json"
@@ -41,14 +52,25 @@ def error_body(refusal: Refusal) -> bytes:
     )
 
 
-def refusal_response(refusal: Refusal) -> Response:
-    """Return the response to a refused request, with Retry-After for rate limits."""
-    # The unread body must not be parsed as the next request.
-    headers = {"Connection": "close"}
+def refusal_response(refusal: Refusal, scope: Scope) -> Response:
+    """Return the response to the refused request of `scope`, with Retry-After for rate limits."""
+    headers = {}
     if refusal.reason is Reason.TOO_MANY_REQUESTS:
         seconds = refusal.retry_after_seconds if isinstance(refusal, TooManyRequests) else _RETRY_AFTER_SECONDS
         headers["Retry-After"] = str(seconds)
+    if not _keeps_connection(refusal, scope):
+        headers["Connection"] = "close"
     return Response(error_body(refusal), status_code=refusal.reason.status or 500, media_type=_JSON, headers=headers)
+
+
+def _keeps_connection(refusal: Refusal, scope: Scope) -> bool:
+    """Whether the client may retry on the same connection, which saves both sides a new one.
+
+    Not after an unread body, which must not be parsed as the next request, and not after a client's own fault or flood:
+    new connections are accepted a few at a time.
+    """
+    is_short = isinstance(refusal, OverloadRefusal) and refusal.retry_after_seconds <= MOST_KEPT_SECONDS
+    return is_short and BODY_RECEIVED in scope.get("extensions", ())
 
 
 def internal_error() -> Response:
@@ -84,17 +106,20 @@ def add_error_handlers(app: FastAPI, *, routers: Iterable[APIRouter], count: Cal
     """
 
     @app.exception_handler(Refusal)
-    async def _refused(_request: Request, refusal: Refusal) -> Response:
+    async def _refused(request: Request, refusal: Refusal) -> Response:
         count(refusal.reason)
-        return refusal_response(refusal)
+        return refusal_response(refusal, request.scope)
 
     @app.exception_handler(404)
     async def _unknown(request: Request, _error: Exception) -> Response:
-        return refusal_response(Refusal(Reason.NOT_FOUND, f"Nothing at {request.scope['path'][:100]!r}."))
+        return refusal_response(
+            Refusal(Reason.NOT_FOUND, f"Nothing at {request.scope['path'][:100]!r}."), request.scope
+        )
 
     @app.exception_handler(405)
     async def _wrong_method(request: Request, _error: Exception) -> Response:
-        response = refusal_response(Refusal(Reason.METHOD_NOT_ALLOWED, f"{request.method[:10]} is not taken here."))
+        refusal = Refusal(Reason.METHOD_NOT_ALLOWED, f"{request.method[:10]} is not taken here.")
+        response = refusal_response(refusal, request.scope)
         response.headers["Allow"] = ", ".join(_methods_of(request, routers))
         return response
 
@@ -103,8 +128,9 @@ def add_error_handlers(app: FastAPI, *, routers: Iterable[APIRouter], count: Cal
         return Response(status_code=400)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_request: Request, _error: Exception) -> Response:
-        return refusal_response(Refusal(Reason.BAD_REQUEST, "A parameter is missing or is not what it must be."))
+    async def _invalid(request: Request, _error: Exception) -> Response:
+        refusal = Refusal(Reason.BAD_REQUEST, "A parameter is missing or is not what it must be.")
+        return refusal_response(refusal, request.scope)
 
     logged_at = -math.inf
 

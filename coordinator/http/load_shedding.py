@@ -15,7 +15,7 @@ import math
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from coordinator.http.rate_limits import TooManyRequests
+from coordinator.http.rate_limits import OverloadRefusal
 from node.protocol import endpoints
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ RETRY_SECONDS: Final = {
 }
 """The least that a refused request is told to stay away.
 
-New nodes are let in last of all who come again, and each refusal costs a connection: while they came every 5 s, a
-coordinator on PostgreSQL took 6.5 ms of processor time for a delivery at three times its capacity, and now 6.0."""
+New nodes are let in last of all who come again, and each refusal of one costs a connection: while they came every 5 s,
+a coordinator on PostgreSQL took 6.5 ms of processor time for a delivery at three times its capacity, and now 6.0."""
 
 MOST_RETRY_SECONDS: Final = 60
 
@@ -98,11 +98,11 @@ class LoadShedder:
         return waiting >= limit * max(share, LEAST_SHARE)
 
     def check(self, method: str, path: str) -> None:
-        """Raise TooManyRequests for a request that is shed now."""
+        """Raise OverloadRefusal for a request that is shed now."""
         if not self.is_waited_for(MOST_WAITING[RequestClass.READ]):
             return
         kind = class_of(method, path)
         if kind is not None and self.is_waited_for(MOST_WAITING[kind]):
             wait = min(len(self._writes) * self._writes.seconds_each, MOST_RETRY_SECONDS)
             detail = "The coordinator has more requests than it can answer now; nothing was done."
-            raise TooManyRequests(detail, retry_after_seconds=max(RETRY_SECONDS[kind], math.ceil(wait)))
+            raise OverloadRefusal(detail, retry_after_seconds=max(RETRY_SECONDS[kind], math.ceil(wait)))

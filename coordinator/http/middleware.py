@@ -56,7 +56,7 @@ class RequestMiddleware:
             raise
         except Refusal as refusal:
             self._metrics.refused(refusal.reason)
-            await refusal_response(refusal)(scope, receive, note_status)
+            await refusal_response(refusal, scope)(scope, receive, note_status)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             method = scope["method"] if scope["method"] in _METHODS else "other"

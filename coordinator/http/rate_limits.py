@@ -14,6 +14,10 @@ class TooManyRequests(Refusal):
         self.retry_after_seconds = retry_after_seconds
 
 
+class OverloadRefusal(TooManyRequests):
+    """Refused for what others ask for, not for what the client did: it may keep its connection for the retry."""
+
+
 class RateLimiter:
     """Rate limiter by key (`TokenBuckets`); `who` names a key in refusals."""
 

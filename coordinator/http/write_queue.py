@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.http.rate_limits import TooManyRequests
+from coordinator.http.rate_limits import OverloadRefusal
 from coordinator.storage.database import Database
 from coordinator.storage.faults import LockHeld
 
@@ -127,7 +127,7 @@ class _JobQueue(abc.ABC):
 
 def _in_time(job: Callable[[], T], asked_at: float) -> T:
     if time.perf_counter() - asked_at > MOST_WAIT_SECONDS:
-        raise TooManyRequests("It would have taken too long; nothing was done.", retry_after_seconds=2)
+        raise OverloadRefusal("It would have taken too long; nothing was done.", retry_after_seconds=2)
     return job()
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 import pytest
 from actors import Actors, spec_of
@@ -182,6 +184,40 @@ def test_attack_long_polls_for_a_verdict_leave_connections_to_everybody_else(tmp
         assert ask(worker).status == 200
         polls.close()
         until(lambda: worker.send("GET", f"{path}?wait=0.01").status == 202)
+    home.database.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "keeps"),
+    [
+        ("GET /v1/status", None, True),
+        ("POST /v1/leases", b"12345", True),
+        ("POST /v1/leases", b"123", False),
+        ("PUT /v1/submissions/x", b"", False),
+        ("POST /v1/nodes", b"12345", False),
+    ],
+    ids=["no body", "whole body", "attack half a body", "body to come", "new node"],
+)
+def test_who_is_shed_keeps_the_connection_unless_a_body_is_unread_or_the_retry_is_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str, body: bytes | None, keeps: bool
+) -> None:
+    """A new connection costs both sides as much as the refusal; the rest of a body is never taken for a request."""
+    monkeypatch.setattr(load_shedding.LoadShedder, "is_waited_for", lambda *_: True)
+    home = create_home(tmp_path, public_key=RUN_KEY.public_key().public_bytes_raw(), spec=spec_of())
+    fields = "Host: x\r\n" + ("" if body is None else "Content-Length: 5\r\n")
+    request = f"{head} HTTP/1.1\r\n{fields}\r\n".encode() + (body or b"")
+    with serve(Coordinator(home, key=RUN_KEY)) as url, closing(socket.socket()) as client:
+        client.settimeout(60)
+        client.connect(("127.0.0.1", urlsplit(url).port))
+        for _ in range(2 if keeps else 1):
+            client.sendall(request)
+            answer = HTTPResponse(client)
+            answer.begin()
+            assert answer.status == 429
+            assert answer.will_close is not keeps
+            assert b"too_many_requests" in answer.read()
+        if not keeps:
+            assert client.recv(1) == b""
     home.database.close()
 
 

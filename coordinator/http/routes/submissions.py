@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from coordinator.http.intake import Submitter
 from coordinator.http.load_shedding import RETRY_SECONDS, RequestClass
-from coordinator.http.rate_limits import TooManyRequests
+from coordinator.http.rate_limits import OverloadRefusal
 from coordinator.http.routing import plain_route, read_signed, respond, respond_bytes, service_of
 from coordinator.http.service import Service
 from coordinator.http.shutdown import Shutdown
@@ -97,7 +97,7 @@ async def receipt(request: Request) -> Response:
         found = await service.reads.run(read_receipt)
         if wait and isinstance(found, Pending):
             detail = "There is no verdict yet, and too many wait for theirs."
-            raise TooManyRequests(detail, retry_after_seconds=RETRY_SECONDS[RequestClass.WORK])
+            raise OverloadRefusal(detail, retry_after_seconds=RETRY_SECONDS[RequestClass.WORK])
     else:
         async with service.verdicts.subscribe(submission) as decided:
             found = await service.reads.run(read_receipt)
