@@ -12,11 +12,12 @@ nothing. The wait for a verdict counts like any other request.
 Three phases:
 
 - registrations, open loop, at `--registrations-per-s`;
-- open loop at `--rate` requests a second for `--seconds`: the moments are drawn beforehand (a Poisson process), each
-  for a worker drawn at random, and a request's latency counts from that moment, whether or not the worker, the
-  generator or the coordinator was free then. So a stall is counted for all who would have asked during it;
 - closed loop: `--busy` workers send one request after the other for `--seconds`, and the others are silent. That is the
-  most that the machine does, with the generator and the stand-in on the same cores.
+  most that the machine does, with the generator and the stand-in on the same cores;
+- open loop for `--seconds`, at `--rate` requests a second or, without it, at 70 % of what the closed loop did: the
+  moments are drawn beforehand (a Poisson process), each for a worker drawn at random, and a request's latency counts
+  from that moment, whether or not the worker, the generator or the coordinator was free then. So a stall is counted for
+  all who would have asked during it.
 
 Then the closed loop again, on PostgreSQL with two and with four API processes (`--role api`) and a leader: the workers
 take turns at them. On as many cores as one API and its server fill, that says what more processes cost, and not what
@@ -40,11 +41,12 @@ receipt, and what status, metrics and page cost with N submissions in the databa
 how much worse the largest N is than the smallest, `slower_lease`. `slower_with_1e6_submissions` is the worst of these
 where the largest is a million: 3.3 GB, and three times that while VACUUM runs.
 
-`p50_ms_sqlite` and `p99_ms_sqlite` are of the open loop, `requests_per_s_sqlite` of the closed one, and so are those of
-PostgreSQL; `requests_per_s_postgresql_apis_2` is of the closed loop with two APIs. `errors` counts answers that are not
-2xx and requests without an answer, in all phases. `coordinator_cpu_ms_...` is processor time of the coordinators for
-each request of the closed loop, `postgresql_cpu_ms` that of the server. Each submission is synced to disk once and
-committed with another sync before its answer: `sync_ms` is the median of one such sync here.
+`p50_ms_sqlite` and `p99_ms_sqlite` are of the open loop, at `offered_per_s_sqlite`, `requests_per_s_sqlite` of the
+closed one, and so are those of PostgreSQL; `requests_per_s_postgresql_apis_2` is of the closed loop with two APIs.
+`errors` counts answers that are not 2xx and requests without an answer, in all phases. `coordinator_cpu_ms_...` is
+processor time of the coordinators for each request of the closed loop, `postgresql_cpu_ms` that of the server. Each
+submission is synced to disk once and committed with another sync before its answer: `sync_ms` is the median of one
+such sync here.
 """
 
 from __future__ import annotations
@@ -75,6 +77,9 @@ from benchmarks.loading.worker import SimulatedWorker
 from benchmarks.report import make_parser, report, say
 
 A_MILLION = 1_000_000
+SHARE_OF_CAPACITY = 0.7
+"""Of what the closed loop did, what the open loop offers."""
+
 NOT_MEASURED = {"slower_with_1e6_submissions": "only with --history"}
 PARTS = ("requests", "overload", "processor", "verdicts")
 
@@ -107,10 +112,11 @@ async def load(served: Served, options: argparse.Namespace) -> list[LoadPhase]:
     plan = [(index * each, worker) for index, worker in enumerate(workers)]
     phases = [await open_loop(served, plan, name="registrations")]
     tell(phases[-1])
-    plan = arrivals(workers, rate=options.rate, seconds=options.seconds, rng=rng)
-    phases.append(await open_loop(served, plan, name="open loop"))
-    tell(phases[-1])
     phases.append(await closed_loop(served, workers[: options.busy], seconds=options.seconds))
+    tell(phases[-1])
+    rate = options.rate or SHARE_OF_CAPACITY * phases[-1].rate
+    plan = arrivals(workers, rate=rate, seconds=options.seconds, rng=rng)
+    phases.append(await open_loop(served, plan, name=f"open loop, {rate:.0f} requests/s offered"))
     tell(phases[-1])
     for worker in workers:
         worker.close()
@@ -177,10 +183,11 @@ def sync_ms(folder: Path) -> float:
     return 1000 * statistics.median(taken)
 
 
-def figures_of(phases: Sequence[LoadPhase], database: str) -> dict[str, Any]:
-    """Compute the figures of one database's phases."""
-    registrations, opened, closed = phases
+def figures_of(phases: Sequence[LoadPhase], database: str, *, seconds: float) -> dict[str, Any]:
+    """Compute the figures of one database's phases, whose open loop offered its requests in `seconds`."""
+    registrations, closed, opened = phases
     figures: dict[str, Any] = {
+        f"offered_per_s_{database}": round(len(opened.samples) / seconds, 1),
         f"answered_per_s_{database}": round(opened.rate, 1),
         f"p50_ms_{database}": round(opened.quantile_ms(0.5), 1),
         f"p99_ms_{database}": round(opened.quantile_ms(0.99), 1),
@@ -202,7 +209,7 @@ def on_sqlite(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any]
     say("SQLite")
     with serving(folder) as served, judging(folder / "data"):
         phases = asyncio.run(load(served, options))
-    return figures_of(phases, "sqlite"), sum(phase.errors for phase in phases)
+    return figures_of(phases, "sqlite", seconds=options.seconds), sum(phase.errors for phase in phases)
 
 
 def on_postgresql(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -220,10 +227,10 @@ def on_postgresql(folder: Path, options: argparse.Namespace) -> tuple[dict[str, 
         ):
             seen = replace(served, server=server)
             phases = asyncio.run(load(seen, options)) if apis == 1 else [asyncio.run(busy_only(seen, options))]
-        closed = phases[-1]
+        closed = phases[1] if apis == 1 else phases[0]
         errors += sum(phase.errors for phase in phases)
         if apis == 1:
-            figures |= figures_of(phases, "postgresql")
+            figures |= figures_of(phases, "postgresql", seconds=options.seconds)
             figures["postgresql_cpu_ms"] = round(1000 * closed.server_seconds / len(closed.samples), 2)
         else:
             figures[f"requests_per_s_postgresql_apis_{apis}"] = round(closed.rate, 1)
@@ -313,7 +320,7 @@ def verdicts_of(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--rate", type=float, default=300.0, help="requests a second, open loop (default 300)")
+    parser.add_argument("--rate", type=float, help="requests a second, open loop (default: 70 %% of the closed loop's)")
     parser.add_argument("--registrations-per-s", type=float, default=100.0)
     parser.add_argument("--busy", type=int, default=64, help="workers of the closed loop (default 64)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each loop (default 30)")
@@ -330,7 +337,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         sync = sync_ms(folder)
-        figures: dict[str, Any] = {"workers": options.workers, "errors": 0, "offered_per_s": options.rate}
+        figures: dict[str, Any] = {"workers": options.workers, "errors": 0}
         for name, run in (("sqlite", on_sqlite), ("postgresql", on_postgresql)):
             if options.only in (None, name) and "requests" in parts:
                 (folder / name).mkdir()
