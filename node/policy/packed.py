@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Final
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 PART_TOKENS: Final = 4096
 """Tokens that attention computes together without gradients, each sequence's counted as the longest's."""
+KEPT_TOKENS: Final = 4096
+"""That `KeptKeys` hold at most: 0.47 GB of Qwen3-0.6B, in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +60,64 @@ class PackedLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPart:
-    """S sequences of at most W tokens that attention computes together, their tokens from number `first` on.
+    """S sequences of at most W tokens that attention computes together, their tokens from number Q before the last on.
 
-    `columns` [S, W] are as a `PackedLayout`'s. The row's columns `given` [N] get their results from here: they are at
-    `places` [N] of flattened [S, W - first].
+    `columns` [S, W] are as a `PackedLayout`'s, of the kept tokens with the row's behind them, and `queries` [S, Q] the
+    row's columns of the last Q; a kept token has no query, and column 0 stands for it. The row's columns `given` [N]
+    get their results from here: they are at `places` [N] of flattened [S, Q].
     """
 
     columns: Tensor
-    first: int
+    queries: Tensor
     given: Tensor
     places: Tensor
 
     def to(self, device: torch.device) -> LayoutPart:
         """Move to a device."""
-        return LayoutPart(self.columns.to(device), self.first, self.given.to(device), self.places.to(device))
+        parts = (self.columns, self.queries, self.given, self.places)
+        return LayoutPart(*(each.to(device) for each in parts))
+
+
+@dataclass(slots=True)
+class KeptKeys:
+    """Keys and values of what sequences began with in earlier rows, for later ones that begin so.
+
+    `beginnings` are their ids, each with its numbers among the kept tokens; `layers` has the keys and values
+    [1, heads, tokens, D] of all of them. Of one model: what it computed of the same tokens.
+    """
+
+    beginnings: list[tuple[list[int], range]] = field(default_factory=list)
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """How many are kept."""
+        return self.beginnings[-1][1].stop if self.beginnings else 0
+
+    def keep(self, ids: list[int]) -> range | None:
+        """Make room for a beginning; return its numbers, None if it is there or would be too much."""
+        numbers = range(self.tokens, self.tokens + len(ids))
+        if not ids or numbers.stop > KEPT_TOKENS or any(ids == held for held, _ in self.beginnings):
+            return None
+        self.beginnings.append((ids, numbers))
+        return numbers
+
+    def longest(self, ids: list[int], *, most: int) -> range:
+        """Return the numbers of the longest of the beginnings that `ids` has, of at most `most` tokens."""
+        own = [numbers for held, numbers in self.beginnings if len(held) <= most and held == ids[: len(held)]]
+        return max(own, key=len, default=range(0))
+
+    def with_row(self, layer: int, key: Tensor, value: Tensor, *, keeping: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's kept keys and values with a row's [1, heads, L, D] behind them.
+
+        From then on the columns `keeping` of both together are kept, unless there are none.
+        """
+        if layer in self.layers:
+            held_key, held_value = self.layers[layer]
+            key, value = torch.cat([held_key, key], 2), torch.cat([held_value, value], 2)
+        if len(keeping):
+            self.layers[layer] = key[:, :, keeping], value[:, :, keeping]
+        return key, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +125,38 @@ class PackedParts:
     """Positions of sequences in a row, where nothing asks for gradients: each may begin as the one before it.
 
     What a sequence shares is computed with the first that has it, also in attention where that is most of it. A part
-    holds sequences of similar length, at most PART_TOKENS tokens or one sequence.
+    holds sequences of similar length, at most PART_TOKENS tokens or one sequence. Sequences may begin with tokens that
+    are `kept`; afterwards the columns `keeping` are.
     """
 
     parts: tuple[LayoutPart, ...]
+    kept: KeptKeys | None = None
+    keeping: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @staticmethod
-    def of(columns: Sequence[Sequence[int]], *, shared: Sequence[int]) -> PackedParts:
-        """Lay out sequences by their columns, of which the first `shared[i]` are those of the sequence before."""
+    def of(columns: Sequence[Sequence[int]], *, shared: Sequence[int], before: int = 0) -> PackedParts:
+        """Lay out sequences by their columns, of which the first `shared[i]` are of the one before, or kept.
+
+        `before` tokens are kept, and the row's columns are behind these.
+        """
         lines = [line for line, own in enumerate(columns) if shared[line] < len(own)]
         mostly_shared = [line for line in lines if 2 * shared[line] > len(columns[line])]
         others = [line for line in lines if 2 * shared[line] <= len(columns[line])]
         parts = [
-            _part([columns[kind[at]] for at in part], [shared[kind[at]] for at in part], skips=kind is mostly_shared)
+            _part(
+                [columns[kind[at]] for at in part],
+                [shared[kind[at]] for at in part],
+                skips=kind is mostly_shared,
+                before=before,
+            )
             for kind in (others, mostly_shared)
             for part in by_length([len(columns[line]) for line in kind], most=PART_TOKENS)
         ]
         return PackedParts(tuple(parts))
 
     def to(self, device: torch.device) -> PackedParts:
-        """Move to a device."""
-        return PackedParts(tuple(part.to(device) for part in self.parts))
+        """Move to a device, but for what is kept, which is where the model is."""
+        return PackedParts(tuple(part.to(device) for part in self.parts), self.kept, self.keeping.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +172,8 @@ class PackedIds:
 class ModelInput:
     """What a model without its head reads of several sequences: `ids` [B, T].
 
-    `places` are each sequence's own tokens in flattened `ids`. They stand in one row with `positions` [1, T] and
-    `layout`, or each in a line of its own, without these.
+    `places` are each sequence's own tokens in flattened `ids`, below 0 for kept ones. They stand in one row with
+    `positions` [1, T] and `layout`, or each in a line of its own, without these.
     """
 
     ids: Tensor
@@ -131,14 +188,24 @@ class ModelInput:
         return {"position_ids": self.positions.to(device), "layout": self.layout.to(device)}
 
 
-def pack_ids(sequences: Sequence[Sequence[int]], *, shared: Sequence[int]) -> PackedIds:
-    """Put sequences into one row; the first `shared[i]` tokens of number i are those of number i - 1."""
+def pack_ids(
+    sequences: Sequence[Sequence[int]],
+    *,
+    shared: Sequence[int],
+    begins: Sequence[Sequence[int]] | None = None,
+    before: int = 0,
+) -> PackedIds:
+    """Put sequences into one row; the first `shared[i]` tokens of number i are those of number i - 1.
+
+    Or they have the columns `begins[i]`, where that is not empty. The row's own columns begin at `before`.
+    """
     ids: list[int] = []
     positions: list[int] = []
     columns: list[list[int]] = []
-    for sequence, known in zip(sequences, shared, strict=True):
-        own = range(len(ids), len(ids) + len(sequence) - known)
-        columns.append([*columns[-1][:known], *own] if known else [*own])
+    for at, (sequence, known) in enumerate(zip(sequences, shared, strict=True)):
+        own = range(before + len(ids), before + len(ids) + len(sequence) - known)
+        begin = (begins[at] if begins else ()) or (columns[-1][:known] if known else ())
+        columns.append([*begin, *own])
         ids += sequence[known:]
         positions += range(known, len(sequence))
     return PackedIds(ids, positions, columns)
@@ -146,12 +213,41 @@ def pack_ids(sequences: Sequence[Sequence[int]], *, shared: Sequence[int]) -> Pa
 
 def packed_input(sequences: Sequence[Sequence[int]], *, shared: Sequence[int]) -> ModelInput:
     """Return the sequences in one row; the first `shared[i]` tokens of number i are those of number i - 1."""
-    row = pack_ids(sequences, shared=shared)
+    return _packed(pack_ids(sequences, shared=shared), shared=shared)
+
+
+def packed_behind(
+    sequences: Sequence[Sequence[int]],
+    *,
+    shared: Sequence[int],
+    begins: Sequence[range],
+    kept: KeptKeys,
+    keeping: Sequence[int],
+) -> ModelInput:
+    """Return the sequences in one row, as `packed_input`, behind what is kept: number i begins with `begins[i]` of it.
+
+    The first `keeping[i]` tokens of number i are kept from then on.
+    """
+    before = kept.tokens
+    row = pack_ids(sequences, shared=shared, begins=begins, before=before)
+    read = _packed(row, shared=shared, before=before)
+    assert read.layout is not None
+    added = [
+        column
+        for ids, columns, count in zip(sequences, row.columns, keeping, strict=True)
+        if kept.keep([*ids[:count]])
+        for column in columns[:count]
+    ]
+    held = [*range(before), *added] if added else []
+    return replace(read, layout=replace(read.layout, kept=kept, keeping=torch.tensor(held, dtype=torch.int64)))
+
+
+def _packed(row: PackedIds, *, shared: Sequence[int], before: int = 0) -> ModelInput:
     return ModelInput(
         torch.tensor(row.ids)[None],
-        tuple(torch.tensor(columns) for columns in row.columns),
+        tuple(torch.tensor(columns) - before for columns in row.columns),
         torch.tensor(row.positions)[None],
-        PackedParts.of(row.columns, shared=shared),
+        PackedParts.of(row.columns, shared=shared, before=before),
     )
 
 
@@ -186,7 +282,7 @@ def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
 
 
-def _part(columns: Sequence[Sequence[int]], shared: Sequence[int], *, skips: bool) -> LayoutPart:
+def _part(columns: Sequence[Sequence[int]], shared: Sequence[int], *, skips: bool, before: int) -> LayoutPart:
     """Lay out one part, which has the results of what its sequences do not share; if `skips`, of little else."""
     first = min(shared) if skips else 0
     width = max(map(len, columns)) - first
@@ -196,7 +292,9 @@ def _part(columns: Sequence[Sequence[int]], shared: Sequence[int], *, skips: boo
         for line, (own, known) in enumerate(zip(columns, shared, strict=True))
         for at in range(known, len(own))
     ]
-    return LayoutPart(_padded(columns), first, torch.tensor(given), torch.tensor(places))
+    padded = _padded(columns)
+    queries = (padded[:, first:] - before).clamp_min(0)
+    return LayoutPart(padded, queries, torch.tensor(given) - before, torch.tensor(places))
 
 
 def _padded(columns: Sequence[Sequence[int]]) -> Tensor:

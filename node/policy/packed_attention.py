@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +99,9 @@ def attend_packed(
         _attend, module, window=sliding_window, scaling=scaling, softcap=softcap, s_aux=s_aux
     )  # of lines [S, heads, W, D] to [S, W, heads, D]
     if isinstance(layout, PackedParts):
+        if layout.kept is not None:
+            layer = cast("int", module.layer_idx)
+            key, value = layout.kept.with_row(layer, key, value, keeping=layout.keeping)
         return _attend_parts(attend, query, key, value, layout), None
     attended = attend(*(_gather_samples(each, layout) for each in (query, key, value)))
     line: Tensor = _FromSamples.apply(attended.flatten(2), layout)  # type: ignore[no-untyped-call]
@@ -108,10 +111,10 @@ def attend_packed(
 def _attend_parts(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, layout: PackedParts
 ) -> Tensor:
-    """Attend part by part, of [1, heads, L, D] to [1, L, heads, D]; without gradients."""
+    """Attend part by part, of [1, heads, L, D] to [1, L, heads, D]; without gradients. Keys may be more, in front."""
     row = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
     for part in layout.parts:
-        queries = _gather_lines(query, part.columns[:, part.first :])
+        queries = _gather_lines(query, part.queries)
         attended = attend(queries, *(_gather_lines(each, part.columns) for each in (key, value)))
         row[part.given] = attended.flatten(0, 1)[part.places]
     return row[None]

@@ -9,7 +9,14 @@ import msgspec
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from node.policy.packed import ModelInput, by_length, common_beginning, packed_input, padded_input
+from node.policy.packed import (
+    KeptKeys,
+    ModelInput,
+    by_length,
+    common_beginning,
+    packed_behind,
+    padded_input,
+)
 from node.policy.packed_attention import can_share
 from node.policy.routing import choices_of_lines
 from node.protocol.reasons import Refusal
@@ -51,35 +58,54 @@ class SpanBatch:
         ]
 
 
-def batches(spans: Sequence[Span], config: PreTrainedConfig) -> Iterator[SpanBatch]:
+def batches(spans: Sequence[Span], config: PreTrainedConfig, *, kept: KeptKeys | None = None) -> Iterator[SpanBatch]:
     """Yield batches of spans within MAX_BATCH_TOKENS, for a model of this configuration.
 
-    What spans begin with in common, as a group's prompt, is computed once where the model allows that.
+    What spans begin with in common, as a group's prompt, is computed once where the model allows that. With `kept`
+    their contexts are kept, and not computed where they are; each batch has to be computed before the next is taken.
     """
-    inputs = [span.input_ids for span in spans]
     if can_share(config):
-        found = _rows(inputs)
+        found = _rows(spans, KeptKeys() if kept is None else kept, keeps=kept is not None)
     else:
+        inputs = [span.input_ids for span in spans]
         cut = by_length([len(ids) for ids in inputs], most=MAX_BATCH_TOKENS)
         found = ((numbers, padded_input([inputs[number] for number in numbers])) for numbers in cut)
     for numbers, read in found:
         yield SpanBatch([spans[number] for number in numbers], numbers, read)
 
 
-def _rows(inputs: Sequence[list[int]]) -> Iterator[tuple[list[int], ModelInput]]:
-    """Yield rows of inputs that begin alike, each with their numbers."""
-    order = sorted(range(len(inputs)), key=lambda number: inputs[number])
+def _rows(spans: Sequence[Span], kept: KeptKeys, *, keeps: bool) -> Iterator[tuple[list[int], ModelInput]]:
+    """Yield rows of spans that begin alike, each with their numbers."""
+    inputs = [span.input_ids for span in spans]
+    # Those of a context's tokens before the last, whose state is what a span's first token is predicted from.
+    contexts = [len(span.context_ids) - 1 for span in spans]
     batch: list[int] = []
     shared: list[int] = []
-    tokens = 0
-    for number in order:
-        ids = inputs[number]
+    begins: list[range] = []
+    tokens = begun = 0
+
+    def row() -> tuple[list[int], ModelInput]:
+        keeping = [contexts[number] if keeps else 0 for number in batch]
+        sequences = [inputs[number] for number in batch]
+        return batch, packed_behind(sequences, shared=shared, begins=begins, kept=kept, keeping=keeping)
+
+    for number in sorted(range(len(inputs)), key=lambda number: inputs[number]):
+        ids, most = inputs[number], contexts[number]
         known = common_beginning(inputs[batch[-1]], ids) if batch else 0
-        if batch and tokens + len(ids) - known > MAX_BATCH_TOKENS:
-            yield batch, packed_input([inputs[held] for held in batch], shared=shared)
-            batch, shared, tokens, known = [], [], 0, 0
+        if begun > most:  # no state of a kept token is computed
+            known = min(known, most)
+        begin = kept.longest(ids, most=most)
+        if batch and tokens + len(ids) - max(known, len(begin)) > MAX_BATCH_TOKENS:
+            yield row()
+            batch, shared, begins, tokens, known = [], [], [], 0, 0
+            begin = kept.longest(ids, most=most)  # of what the row has added
+        if len(begin) < known:
+            begin = range(0)
+        begun = len(begin) or min(begun, known)
+        known = max(known, len(begin))
         batch.append(number)
         shared.append(known)
+        begins.append(begin)
         tokens += len(ids) - known
     if batch:
-        yield batch, packed_input([inputs[held] for held in batch], shared=shared)
+        yield row()

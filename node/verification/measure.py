@@ -26,7 +26,8 @@ from node.protocol.turns import Replies
 from node.submission.reader import VerifierFailed
 from node.verification.deviations import RowMeasured, SpanMeasured
 from node.verification.plan import Plan
-from node.verification.prefill import Prefill
+from node.verification.prefill import KeptContexts, Prefill
+from node.verification.readings import keeping
 from node.verification.spans import Span, spans_of
 
 logger = logging.getLogger(__name__)
@@ -153,9 +154,14 @@ class Measurement:
 
 
 async def measure_rows(
-    plans: Sequence[tuple[Plan, Sequence[int]]], policies: Policies, *, spec: RunSpec, newest_first: bool
+    plans: Sequence[tuple[Plan, Sequence[int]]],
+    policies: Policies,
+    *,
+    spec: RunSpec,
+    newest_first: bool,
+    contexts: KeptContexts,
 ) -> Measurement:
-    """Measure these rows of each plan's claim, one policy after the other."""
+    """Measure these rows of each plan's claim, one policy after the other, adding to these claims' `contexts`."""
     measuring = Measurement(
         [plan.claim.rollouts for plan, _ in plans],
         spec=spec,
@@ -165,7 +171,7 @@ async def measure_rows(
     for version in sorted(measuring.versions, reverse=newest_first):
         if waiting := measuring.waiting(version):
             try:
-                prefill = await policies.prefill(version)
+                prefill = keeping(await policies.prefill(version), contexts)
             except PolicyUnavailable as error:
                 for group in waiting:
                     measuring.fail(group, error)

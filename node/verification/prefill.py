@@ -9,19 +9,22 @@ computes in the policy's own dtype. What spans begin with in common it computes 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from node.errors import EngineFailed
 from node.policy.experts import routers
 from node.policy.file import Blueprint, Policy
 from node.policy.memory import unless_out_of_memory
+from node.policy.packed import KeptKeys
 from node.policy.packed_attention import can_share, packed_attention
 from node.policy.reading import OpenPolicy, load_once
 from node.policy.routing import noted_choices
@@ -34,6 +37,16 @@ from node.verification.streamed import StreamedPrefill
 
 OUT_OF_MEMORY: Final = "out_of_memory"
 """Code of an EngineFailed that another moment, or fewer policies beside it, may spare."""
+
+
+class KeptContexts:
+    """What prefills computed of the contexts of spans, for spans of the same claims that are measured later.
+
+    Of each model, for as long as that is in memory.
+    """
+
+    def __init__(self) -> None:
+        self.of_models: MutableMapping[nn.Module, KeptKeys] = WeakKeyDictionary()
 
 
 class Prefill(Protocol):
@@ -106,6 +119,8 @@ class TransformersPrefills:
 class TransformersPrefill:
     """The reference `Prefill`: the transformers model of a policy, in this process."""
 
+    _contexts: KeptContexts | None = None
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         # Without the model: plans keep it for longer than the policy may stay in memory.
@@ -119,6 +134,14 @@ class TransformersPrefill:
     @property
     def blueprint(self) -> Blueprint:
         return self._blueprint
+
+    def keeping(self, contexts: KeptContexts) -> Self:
+        """Return this prefill, computing no context that is among `contexts`, and adding to these."""
+        if routers(self._policy.model):
+            return self  # what a router chose of a context's tokens is measured with every span
+        kept = copy.copy(self)
+        kept._contexts = contexts  # noqa: SLF001  (its own class's)
+        return kept
 
     def in_float32(self) -> TransformersPrefill:
         """Return a prefill of a copy in float32, with the same weights."""
@@ -135,8 +158,8 @@ class TransformersPrefill:
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
         """Measure as `Prefill.measure`, several spans in each forward pass."""
         results: dict[int, SpanMeasured | Refusal] = {}
-        with self._computing():
-            for batch in batches(spans, self._policy.config):
+        with self._computing(), self._kept() as kept:
+            for batch in batches(spans, self._policy.config, kept=kept):
                 with noted_choices(routers(self._policy.model)) as noted:
                     states = self._hidden_states(batch)
                 measured = measure_states(
@@ -149,6 +172,14 @@ class TransformersPrefill:
                 found = batch.with_experts(measured, [chosen for (chosen,) in noted])
                 results.update(zip(batch.numbers, found, strict=True))
         return [results[number] for number in range(len(spans))]
+
+    @contextmanager
+    def _kept(self) -> Iterator[KeptKeys | None]:
+        """Have the contexts that are kept of this model within the context; they are lost where computing fails."""
+        held = None if self._contexts is None else self._contexts.of_models.pop(self._policy.model, KeptKeys())
+        yield held
+        if self._contexts is not None and held is not None:
+            self._contexts.of_models[self._policy.model] = held
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -24,7 +24,14 @@ from node.policy.memory import unless_out_of_memory
 from node.protocol.reasons import Refusal
 from node.protocol.run import RunSpec
 from node.verification.deviations import SpanMeasured
-from node.verification.prefill import Prefill, Prefills, TransformersPrefill, TransformersPrefills, no_memory_for
+from node.verification.prefill import (
+    KeptContexts,
+    Prefill,
+    Prefills,
+    TransformersPrefill,
+    TransformersPrefills,
+    no_memory_for,
+)
 from node.verification.spans import Span
 from node.verification.streamed import StreamedPrefill
 from toploc import distances
@@ -72,6 +79,11 @@ def reads_twice(spec: RunSpec) -> bool:
     return spec.limits.readings == 2 and spec.model.dtype != "float32"
 
 
+def keeping(prefill: Prefill, contexts: KeptContexts) -> Prefill:
+    """Return `prefill`, adding to `contexts` and using them if it computes in this process with weights in memory."""
+    return prefill.keeping(contexts) if isinstance(prefill, TwoReadings | TransformersPrefill) else prefill
+
+
 def _exact(spec: RunSpec) -> RunSpec:
     return msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype="float32"))
 
@@ -86,6 +98,10 @@ class TwoReadings:
     @property
     def blueprint(self) -> Blueprint:
         return self.rounded.blueprint
+
+    def keeping(self, contexts: KeptContexts) -> TwoReadings:
+        """Return this prefill as `TransformersPrefill.keeping`, where its readings can."""
+        return TwoReadings(keeping(self.rounded, contexts), keeping(self.exact, contexts))
 
     def measure(self, spans: Sequence[Span], *, spec: RunSpec) -> list[SpanMeasured | Refusal]:
         """Measure in both dtypes and merge; a Refusal of either reading counts."""

@@ -43,6 +43,7 @@ from node.verification.measure import (
     measure_rows,
 )
 from node.verification.plan import Claim, Look, Plan, Probe, Rules, look_if_suspicious, plan_claim
+from node.verification.prefill import KeptContexts
 from node.verification.second_look import suspect_gain
 
 logger = logging.getLogger(__name__)
@@ -115,10 +116,10 @@ async def decide_many(
 
     # One thread for all cases: each change of threads takes a tenth of a millisecond of processor time.
     await asyncio.to_thread(plan_all)
-    newest_first = False
+    newest_first, contexts = False, KeptContexts()
     while due := [(case, case.state.rows) for case in cases if isinstance(case.state, NeedsRows)]:
         wanted = [(case.plan, rows) for case, rows in due]
-        measuring = await measure_rows(wanted, policies, spec=rules.spec, newest_first=newest_first)
+        measuring = await measure_rows(wanted, policies, spec=rules.spec, newest_first=newest_first, contexts=contexts)
         await asyncio.to_thread(_take_rows, [case for case, _ in due], measuring)
         # The policy that was asked last is still at hand: what comes next begins with it.
         newest_first = not newest_first

@@ -425,6 +425,22 @@ def test_a_verdict_is_the_same_whichever_row_is_measured_first(policy, environme
     assert msgspec.structs.astuple(verdict.figures) == pytest.approx(msgspec.structs.astuple(whole.figures), abs=0.05)
 
 
+def test_a_groups_prompt_is_computed_with_the_row_that_is_measured_first_alone(policy, environments, groups):
+    """But for its last token, whose state the others' first tokens are predicted from."""
+    computed = []
+    hook = policy.model.base_model.register_forward_pre_hook(
+        lambda _, __, given: computed.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        verdict = judgement_of(groups[0], policy, environments, slot=0, probe=lambda _: 0).verdict
+    finally:
+        hook.remove()
+    assert verdict.outcome is Outcome.ADMITTED
+    prompt, (first, *others) = len(groups[0][0].prompt_ids), [len(each.completion_ids) - 1 for each in groups[0]]
+    assert computed[0] == prompt + first
+    assert computed[1] <= 1 + sum(others)
+
+
 def judged_partly(
     rollouts: list[Rollout], policy: Policy, environments: Sequence[Environment], row: int
 ) -> JudgedClaim:
