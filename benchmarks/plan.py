@@ -165,8 +165,10 @@ def verify(folder: Path) -> int:
 
 def _proved(prefill: TransformersPrefill, spec: RunSpec) -> list[Span]:
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(prefill.blueprint.vocabulary, (SAMPLES, PROMPT + COMPLETION), generator=draw).tolist()
-    spans = [Span(row, bytes([row]) * 16, each[:PROMPT], 0, each[PROMPT:], [], 0) for row, each in enumerate(ids)]
+    prompt, *drawn = torch.randint(
+        prefill.blueprint.vocabulary, (PROMPT + SAMPLES * COMPLETION,), generator=draw
+    ).split([PROMPT, *[COMPLETION] * SAMPLES])
+    spans = [Span(row, bytes([row]) * 16, prompt.tolist(), 0, own.tolist(), [], 0) for row, own in enumerate(drawn)]
     for span, states in zip(spans, prefill.states(spans), strict=True):
         chunks = list(torch.split(states.bfloat16(), span.chunk_sizes(spec.proofs.chunk_tokens)))
         span.proofs[:] = build_proofs(chunks, [span.seed] * len(chunks), spec=spec.proofs)

@@ -12,6 +12,7 @@ from typing import Final
 
 from coordinator.planning.shape import ModelShape
 from coordinator.training.head import CHUNK_BYTES
+from node.policy.packed import KEPT_TOKENS
 from node.policy.streaming import PIECE_BYTES
 from node.protocol.run import LoraSpec, RunSpec, TrainingSpec
 from node.verification.batches import MAX_BATCH_TOKENS
@@ -198,6 +199,33 @@ def prefill_bytes(shape: ModelShape, *, dtype: str, tokens: int, drawn: int) -> 
     return batch * widest + LOGIT_COPIES * WIDE * logits
 
 
+def can_share(shape: ModelShape) -> bool:
+    """Return whether the reference prefill computes a prompt once for a group (node/policy/packed_attention.py)."""
+    return shape.attending == shape.layers
+
+
+def prefilled_tokens(shape: ModelShape, spec: RunSpec) -> int:
+    """Return the tokens of a group that the reference prefill computes, all of the longest kind."""
+    sampling = spec.sampling
+    prompts = 1 if can_share(shape) else sampling.group_size
+    return prompts * sampling.max_prompt_tokens + sampling.group_size * (
+        sampling.most_tokens - sampling.max_prompt_tokens
+    )
+
+
+def kept_context_bytes(shape: ModelShape, spec: RunSpec) -> int:
+    """Return keys and values of a prompt, which is computed with the first row of a group and kept for the others.
+
+    Not where there are routers, whose choices belong to each row (node/verification/prefill.py), nor beyond
+    `KEPT_TOKENS`. Compressed keys are kept as each head's own.
+    """
+    tokens = spec.sampling.max_prompt_tokens
+    if not can_share(shape) or shape.experts or tokens > KEPT_TOKENS:
+        return 0
+    each = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    return tokens * each * ITEM_BYTES[spec.model.dtype]
+
+
 def second_look_bytes(shape: ModelShape) -> int:
     """Return a layer, or the embedding, of the policy and of a suspect in float32, as they are read layer by layer."""
     return 2 * WIDE * max(shape.largest_layer, shape.embedding)
@@ -243,12 +271,14 @@ def training_operations(forward: float, *, adapters: float, recompute: bool) -> 
     return forward * (passes - 1 + passes * adapters) if adapters else forward * passes
 
 
-def prefilled_share(spec: RunSpec) -> float:
-    """Return how many prefills of a proven node's group verifiers do: of all rows or one, and second looks by chance.
+def prefilled_share(spec: RunSpec, *, tokens: int) -> float:
+    """Return how many prefills of `tokens`, a group's, verifiers do for a proven node's, with second looks by chance.
 
-    A second look is a prefill of the policy and one of each suspect (node/verification/second_look.py).
+    A prefill is of all rows or of one, and a second look one of the policy and one of each suspect
+    (node/verification/second_look.py).
     """
-    standing, limits, rows = spec.standing, spec.limits, spec.sampling.group_size
-    measured = standing.full_rate_floor + (1 - standing.full_rate_floor) / rows
+    standing, limits = spec.standing, spec.limits
+    one_row = spec.sampling.most_tokens / tokens
+    measured = standing.full_rate_floor + (1 - standing.full_rate_floor) * one_row
     looks = limits.second_looks * 2 * len(limits.suspects) if spec.proofs.has_sketch else 0.0
     return measured * limits.readings + looks

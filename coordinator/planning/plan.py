@@ -176,12 +176,14 @@ def _step_work(
     each = drawn + sampling.reply_tokens
     group_tokens = sampling.max_prompt_tokens + sampling.group_size * each
     forward = groups * formulas.forward_operations(shape, tokens=group_tokens, context=longest / 2)
-    prefill = groups * formulas.forward_operations(shape, tokens=sampling.group_size * longest, context=longest / 2)
+    # vLLM reads each completion whole, as its cache of prefixes is off in verifiers.
+    measured = sampling.group_size * longest if verifier else formulas.prefilled_tokens(shape, spec)
+    prefill = groups * formulas.forward_operations(shape, tokens=measured, context=longest / 2)
     adapters = formulas.adapter_parameters(shape, spec.training) / shape.active
     training = formulas.training_operations(forward, adapters=adapters, recompute=settings.recompute)
     if teacher is not None:
         training += groups * formulas.forward_operations(teacher, tokens=group_tokens, context=longest / 2)
-    verifying = prefill * formulas.prefilled_share(spec)
+    verifying = prefill * formulas.prefilled_share(spec, tokens=measured)
     cards = machines.worker_cards
     sequences = roles.fitting_sequences(shape, spec, parts=cards.count, memory=cards.memory)
     token_seconds = decode_seconds(shape, spec, cards, sequences=max(1, sequences))

@@ -218,6 +218,8 @@ def engine_parts(shape: ModelShape, spec: RunSpec, cards: Cards) -> int | None:
 def cpu_verifier(shape: ModelShape, spec: RunSpec) -> RoleMemory:
     """Plan a verifier with --engine torch on a CPU: one policy, one group's prefill, and a second look."""
     items = list(measuring_items(shape, spec))
+    if kept := formulas.kept_context_bytes(shape, spec):
+        items.append(Item("keys and values of the prompt, from a row to the others", kept))
     if spec.limits.readings > 1 and spec.model.dtype != "float32":
         items.append(Item("policy, float32, for the second reading", formulas.WIDE * shape.parameters))
     if spec.limits.suspects:
@@ -227,8 +229,8 @@ def cpu_verifier(shape: ModelShape, spec: RunSpec) -> RoleMemory:
 
 def measuring_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
     """Return what measuring one group of the longest completions takes in a process with the policy."""
-    dtype, sampling = spec.model.dtype, spec.sampling
-    tokens, drawn = (sampling.group_size * each for each in (sampling.most_tokens, sampling.max_new_tokens))
+    dtype, drawn = spec.model.dtype, spec.sampling.group_size * spec.sampling.max_new_tokens
+    tokens = formulas.prefilled_tokens(shape, spec)
     return (
         Item(f"policy, {dtype}", formulas.weight_bytes(shape, dtype=dtype)),
         Item("prefill of one group", formulas.prefill_bytes(shape, dtype=dtype, tokens=tokens, drawn=drawn)),

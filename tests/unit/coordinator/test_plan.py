@@ -261,7 +261,36 @@ def test_verifiers_do_what_the_rules_ask_of_them(
         standing=msgspec.structs.replace(spec.standing, **standing),
         limits=msgspec.structs.replace(spec.limits, **limits),
     )
-    assert formulas.prefilled_share(spec) == pytest.approx(share)
+    assert formulas.prefilled_share(spec, tokens=8 * spec.sampling.most_tokens) == pytest.approx(share)
+
+
+def test_a_prompt_is_verified_once_for_its_group_where_one_prefill_shares_it() -> None:
+    """The reference prefill does, and one row of a trusted node takes its prompt with it; vLLM reads rows whole."""
+    shape = published("Qwen3-4B")
+    spec = first_spec(shape, initial="/model", context=4096, group_size=8)
+    sampling = spec.sampling
+    assert formulas.prefilled_tokens(shape, spec) == sampling.max_prompt_tokens + 8 * sampling.max_new_tokens
+    hybrid = msgspec.structs.replace(shape, attending=shape.layers - 1)
+    assert formulas.prefilled_tokens(hybrid, spec) == 8 * sampling.most_tokens
+    given: dict[str, Any] = {
+        "cards": parse_cards("2x80GB"), "workers": 4, "worker_cards": parse_cards("1x24GB"), "relays": 2,
+        "uplink": 1.25e8, "downlink": 1.25e8,
+    }  # fmt: skip
+    with_torch, with_vllm = (
+        make_plan(shape, spec, Machines(verifier_cards=cards, **given), is_given=False).work for cards in (0, 1)
+    )
+    assert with_torch.verified_share == pytest.approx(formulas.prefilled_share(spec, tokens=1))
+    assert with_vllm.verified_share > 1.2 * with_torch.verified_share
+
+
+def test_a_verifier_keeps_a_prompts_keys_and_values_for_its_other_rows() -> None:
+    """As many as it computes in the first row, where later rows use them at all."""
+    shape = published("Qwen3-4B")
+    spec = first_spec(shape, initial="/model", context=4096, group_size=8)
+    tokens = spec.sampling.max_prompt_tokens
+    cache = formulas.cache_bytes_per_token(shape, dtype=spec.model.dtype)
+    assert formulas.kept_context_bytes(shape, spec) == tokens * cache > 0
+    assert formulas.kept_context_bytes(msgspec.structs.replace(shape, experts=8), spec) == 0
 
 
 @pytest.mark.parametrize(("lr", "ratio"), [(3e-7, 305.31), (1e-6, 125.0), (1e-5, 24.35)])
