@@ -13,6 +13,7 @@ from typing import Final
 from coordinator.planning.shape import ModelShape
 from coordinator.training.head import CHUNK_BYTES
 from node.policy.packed import KEPT_TOKENS
+from node.policy.products import BLOCK_NUMBERS
 from node.policy.streaming import PIECE_BYTES
 from node.protocol.run import LoraSpec, RunSpec, TrainingSpec
 from node.verification.batches import MAX_BATCH_TOKENS
@@ -23,8 +24,11 @@ WIDE: Final = 4
 """Bytes of a float32, in which the trainer keeps weights, gradients and moments."""
 CHUNK_COPIES: Final = 3
 """Of a chunk's logits in the trainer's head (coordinator/training/head.py; measured by benchmarks/head.py)."""
-LOGIT_COPIES: Final = 5
-"""Of `MAX_LOGITS` float32 numbers while a verifier samples again; measured by benchmarks/plan.py."""
+LOGIT_COPIES: Final = 3
+"""Of a part of the logits while a verifier samples again; measured by benchmarks/plan.py."""
+VERIFIER_RUNTIME_BYTES: Final = 140_000_000
+"""Of a process that measures on a CPU, whatever the policy: numba with LLVM and its kernels 117 MB, and what loading a
+model leaves beside its weights 24 MB; measured by benchmarks/plan.py."""
 CHECKPOINTS: Final = 3
 """Kept by a trainer; one more is there while it is written."""
 DELTA_RATIO_AT_1E6: Final = 125.0
@@ -189,13 +193,15 @@ def cache_bytes_per_token(shape: ModelShape, *, dtype: str, parts: int = 1) -> i
 
 
 def prefill_bytes(shape: ModelShape, *, dtype: str, tokens: int, drawn: int) -> int:
-    """Return a forward pass without gradients, in batches of `MAX_BATCH_TOKENS`, and the logits of drawn tokens.
+    """Return a forward pass without gradients, in batches of `MAX_BATCH_TOKENS`, and logits as a CPU has them.
 
-    At a layer's widest: three feed-forward widths, and residual, norm and products of a few hidden widths.
+    At a layer's widest: three feed-forward widths, and residual, norm and products of a few hidden widths. Of drawn
+    tokens' logits there are at most `MAX_LOGITS`, a block of the vocabulary at a time (node/policy/products.py).
     """
     batch, item = min(tokens, MAX_BATCH_TOKENS), ITEM_BYTES[dtype]
     widest = item * (3 * shape.feed_forward + 2 * shape.hidden) + 2 * WIDE * shape.hidden
-    logits = min(drawn * shape.vocabulary, max(MAX_LOGITS, shape.vocabulary))
+    block = min(shape.vocabulary, max(BLOCK_NUMBERS // shape.hidden, 1))
+    logits = min(drawn * block, max(MAX_LOGITS, block))
     return batch * widest + LOGIT_COPIES * WIDE * logits
 
 

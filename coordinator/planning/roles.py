@@ -234,6 +234,7 @@ def measuring_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
     return (
         Item(f"policy, {dtype}", formulas.weight_bytes(shape, dtype=dtype)),
         Item("prefill of one group", formulas.prefill_bytes(shape, dtype=dtype, tokens=tokens, drawn=drawn)),
+        Item("compiled kernels and the runtime", formulas.VERIFIER_RUNTIME_BYTES),
     )
 
 
