@@ -20,7 +20,7 @@ PROMPT_PART: Final = 4
 MOST_PROMPT_TOKENS: Final = 1024
 RATES: Final = ((1_000_000_000, 1e-6), (50_000_000, 3e-6))
 """Learning rates by the least number of parameters (docs/training.md); smaller policies keep the default."""
-SKETCH_STEP_16_BITS: Final = 0.04
+SKETCH_STEP_16_BITS: Final = 0.06
 LOGPROB_ERROR_16_BITS: Final = 2.0
 """For deep policies in 16 bits, until they are calibrated: honest work of 4 billion parameters on a GPU was 0.06 of a
 state's rms and 0.54 nats off (docs/gpu.md), more than the defaults allow."""
