@@ -85,19 +85,20 @@ else
     # A training step of 0.45 billion weights, by the trainer's options for a GPU.
     step=(--device cuda --family qwen3 --hidden 1024 --layers 28 --vocabulary 65536 --groups 8 --prompt 512
         --completion 1024 --row-tokens 8192 --autocast bfloat16 --recompute --rounds 5)
-    realsize=(--device cuda --run benchmarks/data/realsize-gpu.toml --only swarm --patience 150)
+    realsize=(--device cuda --run benchmarks/data/realsize-gpu.toml --only swarm --patience 240)
     parts=(--device cuda --run benchmarks/data/realsize-gpu.toml --only verify step --no-peer
         --step-layers 28 --groups 8 --row-tokens 8192)
     rounds=20
 fi
 
-part 150 "the tests that need a GPU" "$python" -m pytest -q -p no:cacheprovider tests/service/test_devices.py \
+part 120 "the tests that need a GPU" "$python" -m pytest -q -p no:cacheprovider tests/service/test_devices.py \
     tests/unit/node/test_sampling_fast.py tests/unit/node/test_sampling_triton.py tests/unit/toploc/test_sketch.py
-part 50 sampling "$python" -m benchmarks.sampling --json --rounds "$rounds"
-part 40 toploc "$python" -m benchmarks.toploc --json --no-peer --threads 1 --rounds "$rounds"
-part 90 step "$python" -m benchmarks.step --json "${step[@]}"
-# Workers, verifier, trainer and audit of one run, each a process, on this one GPU; then its parts alone.
-part 300 "a run" "$python" -m benchmarks.realsize --json "${realsize[@]}"
+part 30 sampling "$python" -m benchmarks.sampling --json --rounds "$rounds"
+part 30 toploc "$python" -m benchmarks.toploc --json --no-peer --threads 1 --rounds "$rounds"
+part 60 step "$python" -m benchmarks.step --json "${step[@]}"
+# Workers, verifier, trainer and audit of one run, each a process, on this one GPU; then its parts alone. vLLM, where it is
+# installed, compiles for up to two minutes.
+part 400 "a run" "$python" -m benchmarks.realsize --json "${realsize[@]}"
 part 150 "a run's parts" "$python" -m benchmarks.realsize --json "${parts[@]}"
 engine=vllm
 if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
@@ -107,9 +108,9 @@ if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec
     verify+=(--tokens 64 --rounds 1 --concurrency 16)
     honest+=(--completions 128)
 fi
-part 170 generate "$python" -m benchmarks.generate --json --engine "$engine" "${generate[@]}"
-part 130 verify "$python" -m benchmarks.verify --json --engine "$engine" "${verify[@]}"
-part 150 honest "$python" -m benchmarks.honest --json --engine "$engine" "${honest[@]}"
+part 150 generate "$python" -m benchmarks.generate --json --engine "$engine" "${generate[@]}"
+part 110 verify "$python" -m benchmarks.verify --json --engine "$engine" "${verify[@]}"
+part 120 honest "$python" -m benchmarks.honest --json --engine "$engine" "${honest[@]}"
 
 echo
 echo "$device:"
