@@ -12,7 +12,8 @@ all is done over the same; the verifier may hold one policy (`--policy-memory`).
 of the training step to when the worker begins to draw under the second policy. The floors of stages are bytes over the
 disk's or the memory's bandwidth and operations over the rate of matrix products, measured in the same run.
 
-**verify**: `verify_share_of_matmul_peak`, what the products of a prefill would take over what verification takes.
+**verify**: `verify_share_of_matmul_peak`, what the products of a prefill would take over what verification takes;
+and `honest_deviation`, how far the groups' projected states are off, relative to a state's root mean square.
 
 **step**: `step_share_of_matmul_peak`, the time that a GRPO step's useful operations would take at the rate of one large
 product of their dtype over the step's, with as many threads, and `step_vs_trl`, the seconds of TRL's GRPOTrainer for

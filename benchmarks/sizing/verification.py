@@ -19,6 +19,7 @@ from benchmarks import workload
 from benchmarks.report import say
 from benchmarks.sizing.machine import matmul_rate, synchronize
 from benchmarks.workload import HeldPolicies, WorkloadVerifier
+from coordinator.calibration.sketch_step import error_of
 from node.engines.base import requests_for
 from node.engines.device import find_device
 from node.engines.torch import TorchEngine
@@ -26,9 +27,10 @@ from node.policy.bfloat16 import PackedStates
 from node.policy.file import Policy, load_policy
 from node.policy.skeleton import unique_tensors
 from node.protocol.admission import Outcome
-from node.protocol.run import parse_run_toml
+from node.protocol.run import RunSpec, parse_run_toml
 from node.protocol.submission import Rollout
 from node.submission.writer import write_rollouts
+from node.verification.measure import Measurement
 from node.verification.prefill import TransformersPrefill
 
 
@@ -69,7 +71,17 @@ def measure(task: VerifyTask) -> dict[str, Any]:
         "verified_tokens_per_s": statistics.median(tokens_per_s[1:]),
         f"matmul_gflop_per_s_{spec.model.dtype}": rates[dtype] / 1e9,
         "verify_groups_rejected": rejected,
+        "honest_deviation": deviation(drawn, policy, spec),
     }
+
+
+def deviation(drawn: list[list[Rollout]], policy: Policy, spec: RunSpec) -> float:
+    """Return how far a projection of the groups' states is off, relative to a state's root mean square."""
+    measuring = Measurement(drawn, spec=spec)
+    measuring.measure(TransformersPrefill(policy), 0)
+    rows = [row for group in range(len(drawn)) for row in measuring.result(group).values()]
+    distances = [distance for row in rows for distance in row.deviations.sketch_distances]
+    return error_of(distances, step=spec.proofs.sketch_step)
 
 
 async def _draw(task: VerifyTask, rules: Any) -> list[list[Rollout]]:
