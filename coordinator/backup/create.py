@@ -45,7 +45,7 @@ from node.datasets.folder import DATASETS
 from shardcast.files import TEMPORARY_SUFFIX, FolderLock, sync_folder
 from shardcast.wire import encode
 
-EXCLUDED_TABLES: Final = frozenset({VERSION_TABLE, "heartbeats", "nonces", "log_nodes"})
+EXCLUDED_TABLES: Final = frozenset({VERSION_TABLE, "heartbeats", "nonces", "newcomers", "log_nodes"})
 """Tables that are not backed up."""
 
 _KNOWN_NAMES: Final = {MANIFEST, MANIFEST + TEMPORARY_SUFFIX, TABLES, BLOBS, DATASETS, LOCK}

@@ -119,7 +119,18 @@ nodes = Table(
     Index(None, "rejected", "node"),
     Index(None, "seen_at", "node"),
     Index(None, "strikes"),
+    Index(None, "place"),
 )
+
+newcomers = Table(
+    "newcomers",
+    metadata,
+    Column("place", Text, primary_key=True),
+    Column("taken", Integer, nullable=False),
+    Column("rows", Integer, nullable=False),
+    Column("counted_at", Double, nullable=False),
+)
+"""Counts of the slots that nodes which are not proven have in flight (`storage.newcomers`); "" is everywhere."""
 
 profiles = Table(
     "profiles",

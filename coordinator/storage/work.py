@@ -25,7 +25,7 @@ from typing import Any
 from msgspec import UNSET
 from sqlalchemy import Connection
 
-from coordinator.storage import gaps, locks
+from coordinator.storage import gaps, locks, newcomers
 from coordinator.storage import work_statements as statements
 from coordinator.storage.counters import count_final
 from coordinator.storage.places import place_of
@@ -91,7 +91,7 @@ def lease(
         most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=quota.address))
     place = place_of(quota.address)
     if not standing.proven:
-        most = min(most, _unproven_capacity(connection, at, spec=spec, place=place))
+        most = min(most, _unproven_capacity(connection, at, spec=spec, place=place, now=now))
     wanted = min(request.slots, most)
     if wait > 0 or wanted <= 0 or at.head < 0 or at.is_over(spec):
         return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
@@ -106,6 +106,8 @@ def lease(
         most = wanted - len(chosen)
         chosen += open_new(connection, at=at, manifest=manifest, most=most, lacks=lacks, spec=spec, now=now)
     granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
+    if granted and not standing.proven:
+        newcomers.note_leased(connection, place, len(granted))
     return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
 
 
@@ -299,18 +301,14 @@ def _standing(connection: Connection, seen: Mapping[str, Any], *, node: str, add
     return _Standing(admitted, rejected_streak, not_before, Standing(verified=verified, strikes=strikes))
 
 
-def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, place: str) -> int:
+def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, place: str, now: float) -> int:
     """Return how many more slots unproven nodes of a place may take: together half of all, so that free keys cannot
     crowd out others, and of one place no more than PLACE_SHARE times what is free.
     """
-    held = _count(connection, statements.HELD_BY_UNPROVEN)
-    waiting = _count(connection, statements.UNJUDGED_OF_UNPROVEN)
-    free = _unproven_share(at, spec=spec) - held - waiting
+    free = _unproven_share(at, spec=spec) - newcomers.taken_slots(connection, now=now)
     if not place or free <= 0:
         return free
-    there = _count(connection, statements.HELD_BY_UNPROVEN_THERE, place=place)
-    there += _count(connection, statements.UNJUDGED_OF_UNPROVEN_THERE, place=place)
-    return min(free, PLACE_SHARE * free - there)
+    return min(free, PLACE_SHARE * free - newcomers.taken_slots(connection, place, now=now))
 
 
 def newcomers_capacity(connection: Connection, spec: RunSpec) -> int:

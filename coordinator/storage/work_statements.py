@@ -73,25 +73,20 @@ NODE_SEEN = Prepared(
     .returning(nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before, nodes.c.verified, nodes.c.strikes)
 )
 
-_ACTIVE = leases.c.state == LeaseState.ACTIVE
-_WITHOUT_VERDICT = (
+IS_ACTIVE = leases.c.state == LeaseState.ACTIVE
+IS_WITHOUT_VERDICT = (
     _one_of(submissions.c.state, SubmissionState.QUEUED, SubmissionState.VERIFYING),
     submissions.c.outcome.is_(None),
 )
 """Rechecks do not count: a rejected node's would take capacity from others."""
 
-_IS_OVERDUE = and_(_ACTIVE, or_(leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late")))
+_IS_OVERDUE = and_(IS_ACTIVE, or_(leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late")))
 
-_HELD = _how_many(leases.c.node == bindparam("node"), _ACTIVE)
-HELD_AT = Prepared(_how_many(_ACTIVE, leases.c.node == nodes.c.node, nodes.c.address == bindparam("address")))
-_HELD_BY_UNPROVEN = _how_many(_ACTIVE, leases.c.node == nodes.c.node, is_unproven())
-_UNJUDGED = _how_many(submissions.c.node == bindparam("node"), *_WITHOUT_VERDICT)
-_UNJUDGED_OF_UNPROVEN = _how_many(*_WITHOUT_VERDICT, submissions.c.node == nodes.c.node, is_unproven())
+_HELD = _how_many(leases.c.node == bindparam("node"), IS_ACTIVE)
+HELD_AT = Prepared(_how_many(IS_ACTIVE, leases.c.node == nodes.c.node, nodes.c.address == bindparam("address")))
+_UNJUDGED = _how_many(submissions.c.node == bindparam("node"), *IS_WITHOUT_VERDICT)
 _THERE = nodes.c.place == bindparam("place")
 HELD, UNJUDGED = Prepared(_HELD), Prepared(_UNJUDGED)
-HELD_BY_UNPROVEN, UNJUDGED_OF_UNPROVEN = Prepared(_HELD_BY_UNPROVEN), Prepared(_UNJUDGED_OF_UNPROVEN)
-HELD_BY_UNPROVEN_THERE = Prepared(_HELD_BY_UNPROVEN.where(_THERE))
-UNJUDGED_OF_UNPROVEN_THERE = Prepared(_UNJUDGED_OF_UNPROVEN.where(_THERE))
 
 SITUATION = Prepared(
     select(
@@ -129,16 +124,18 @@ OVERDUE = Prepared(
 FREE = Prepared(
     select(leases.c.lease)
     .join(nodes, nodes.c.node == leases.c.node)
-    .where(leases.c.lease == bindparam("lease"), _ACTIVE)
+    .where(leases.c.lease == bindparam("lease"), IS_ACTIVE)
     .with_for_update(key_share=True, skip_locked=True)
 )
 """An active lease that no other transaction has locked, nor its node."""
 OWN_NODE = Prepared(select(nodes.c.node).where(nodes.c.node == bindparam("node")).with_for_update(key_share=True))
-ACTIVE_OF = select(leases.c.lease, leases.c.node).where(_ACTIVE, leases.c.slot_id.in_(bindparam("ids", expanding=True)))
+ACTIVE_OF = select(leases.c.lease, leases.c.node).where(
+    IS_ACTIVE, leases.c.slot_id.in_(bindparam("ids", expanding=True))
+)
 NEW_LEASE = Prepared(insert_into(leases, "lease", "slot_id", "node", "state", "issued_at", "expires_at"))
 END_LEASE = Prepared(
     update(leases)
-    .where(leases.c.lease == bindparam("of_lease"), _ACTIVE)
+    .where(leases.c.lease == bindparam("of_lease"), IS_ACTIVE)
     .values(state=bindparam("new_state"), ended_at=bindparam("now"))
 )
 LEASE_STATE = Prepared(

@@ -18,6 +18,7 @@ from coordinator.storage.schema import (
     SlotState,
     final_counts,
     leases,
+    newcomers,
     nodes,
     profiles,
     rejections,
@@ -188,6 +189,7 @@ def test_a_database_of_before_the_counters_is_counted_when_it_is_migrated(home: 
         rejections.drop(connection)
         connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN envelope")
         profiles.drop(connection)
+        newcomers.drop(connection)
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
         upgrade(connection)
         assert rejections_in_rows(connection)

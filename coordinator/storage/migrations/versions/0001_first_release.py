@@ -16,7 +16,7 @@ branch_labels = None
 depends_on = None
 
 
-_LATER = ("rejections", "final_counts", "profiles")
+_LATER = ("rejections", "final_counts", "profiles", "newcomers")
 """Tables that later steps make."""
 _LATER_COLUMNS = {"submissions": ("envelope",)}
 """Columns that later steps add."""

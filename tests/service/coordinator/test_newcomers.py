@@ -1,0 +1,84 @@
+"""Thousands of nodes that are all new: what they have in flight is not counted for each lease, and its limits hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from actors import PUBLIC_KEY, Actors, spec_of
+
+from coordinator.run.home import create_home
+from coordinator.storage import newcomers
+from node.protocol.admission import Outcome
+
+NODES = 60
+SHARE = 30
+"""Half of the capacity of three steps' groups."""
+
+
+@pytest.fixture
+def actors(tmp_path: Path, database_url: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Actors]:
+    """Sixty new nodes, and a count of more than two rows that is kept for a second a row."""
+    monkeypatch.setattr(newcomers, "FEW", 2)
+    monkeypatch.setattr(newcomers, "SECONDS_EACH", 1.0)
+    spec = spec_of(groups_per_step=20)
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec, database_url=database_url)
+    actors = Actors(home)
+    actors.register(*map(str, range(NODES)), admitted=0)
+    actors.publish(0)
+    yield actors
+    home.database.close()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A one for each count of all that is in flight."""
+    counts, rows = list[int](), newcomers._COUNT.rows
+    monkeypatch.setattr(newcomers._COUNT, "rows", lambda connection: counts.append(1) or rows(connection))
+    return counts
+
+
+def ask(actors: Actors, *, place: Callable[[int], str] = "10.{}.0.1".format) -> list[tuple[str, Any]]:
+    """The leases that all get who ask for one."""
+    return [
+        (str(node), lease) for node in range(NODES) for lease in actors.lease(str(node), held=(0,), address=place(node))
+    ]
+
+
+def test_attack_any_number_of_new_keys_at_once_hold_half_of_the_slots_at_most(
+    actors: Actors, counted: list[int]
+) -> None:
+    assert len(ask(actors)) == SHARE
+    assert len(counted) < 6, "not for each of them"
+    assert ask(actors) == []
+
+
+def test_attack_any_number_of_new_keys_of_one_place_leave_others_their_share(
+    actors: Actors, counted: list[int]
+) -> None:
+    held = len(ask(actors, place=lambda node: f"10.0.0.{node}"))
+    assert held <= 3 * (SHARE - held + 1)
+    assert len(counted) < 6
+    assert len(ask(actors)) > 0, "from elsewhere"
+
+
+def test_what_new_nodes_gave_back_or_were_admitted_for_is_given_out_again_a_little_later(actors: Actors) -> None:
+    leases = ask(actors)
+    for node, lease in leases[:4]:
+        actors.give_back(node, lease)
+    for node, lease in leases[4:10]:
+        actors.submit(node, lease.lease_id)
+        assert actors.decide(actors.claim(), Outcome.ADMITTED)
+    assert actors.lease("59", held=(0,)) == [], "as far as is known"
+    actors.now += SHARE
+    again = [lease for node in range(SHARE, NODES) for lease in actors.lease(str(node), held=(0,))]
+    assert len(again) == 10
+
+
+def test_a_clock_that_is_set_back_keeps_no_count_for_ever(actors: Actors) -> None:
+    leases = ask(actors)
+    actors.now -= 10
+    actors.give_back(*leases[0])
+    assert len(actors.lease("59", held=(0,))) == 1
