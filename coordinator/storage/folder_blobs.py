@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from blake3 import blake3
 
@@ -23,16 +24,24 @@ LEFTOVER_SECONDS = 600.0
 """Longer than any upload takes: older partial files are of killed processes."""
 _PIECE_BYTES = 1024 * 1024
 
+HELD_BYTES: Final = 128 * 1024
+"""Of each body that arrives, in memory: of as many as there are connections, 128 MiB."""
+
 
 class Incoming:
-    """A blob being written."""
+    """A blob being written; up to HELD_BYTES of it are in memory, and in no file before `sync`.
 
-    def __init__(self, file: IO[bytes], *, max_bytes: int, place: Callable[[str], None]) -> None:
-        self._file = file
+    Whoever writes it may be the event loop, and to make a file waits for the disk while others are synced.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int, place: Callable[[Path, str], None]) -> None:
+        self._path, self._place = path, place
         self._max_bytes = max_bytes
-        self._place = place
         self._hasher = blake3()
-        self._is_synced = self.is_committed = False
+        self._file: IO[bytes] | None = None
+        self._held = bytearray()
+        self._lock = threading.Lock()  # whoever waits for a thread's sync may go, and close it
+        self._is_synced = self.is_committed = self._is_closed = False
         self.size_bytes = 0
 
     @property
@@ -41,24 +50,49 @@ class Incoming:
         return self._hasher.hexdigest()
 
     def write(self, piece: bytes) -> None:
-        """Append `piece`; raises Refusal past the limit, without writing it."""
+        """Append `piece`; raises Refusal past the limit, without writing it, and FileNotFoundError without a folder."""
         self.size_bytes += len(piece)
         if self.size_bytes > self._max_bytes:
             raise Refusal(Reason.OVERSIZED_BODY, f"More than {self._max_bytes} bytes.")
         self._hasher.update(piece)
-        self._file.write(piece)
+        self._held += piece
         self._is_synced = False
+        if len(self._held) > HELD_BYTES:
+            with self._lock:
+                self._write_held()
 
     def sync(self) -> None:
-        """Sync the bytes to disk, unless they are there, before the transaction that commits them."""
-        if not self._is_synced:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._is_synced = True
+        """Sync the bytes to disk, unless they are there, before the transaction that commits them.
+
+        Raises FileNotFoundError without a folder.
+        """
+        with self._lock:
+            if not self._is_synced:
+                os.fsync(self._write_held().fileno())
+                self._is_synced = True
+
+    def _write_held(self) -> IO[bytes]:
+        if self._is_closed:
+            raise ValueError("the blob is closed")
+        if self._file is None:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            self._file = os.fdopen(descriptor, "wb", buffering=0)
+        while self._held:
+            del self._held[: self._file.write(self._held)]
+        return self._file
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it is committed."""
+        with self._lock:
+            self._is_closed = True
+            if self._file is not None:
+                self._file.close()
+                if not self.is_committed:
+                    self._path.unlink(missing_ok=True)
 
     def commit(self) -> None:
         """Rename the synced file to its digest."""
-        self._place(self.digest)
+        self._place(self._path, self.digest)
         self.is_committed = True
 
 
@@ -152,19 +186,15 @@ class FolderBlobs(BlobStore):
     @contextmanager
     def incoming(self, *, max_bytes: int) -> Iterator[Incoming]:
         """Open a blob for writing in pieces; it is removed at the end of the block unless committed."""
-        path = self._incoming / secrets.token_hex(16)
+        incoming = Incoming(self._incoming / secrets.token_hex(16), max_bytes=max_bytes, place=self._place)
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            yield incoming
         except FileNotFoundError as error:
+            if self._incoming.is_dir():
+                raise
             raise self._away() from error
-        incoming = None
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                incoming = Incoming(file, max_bytes=max_bytes, place=lambda name: self._place(path, name))
-                yield incoming
         finally:
-            if incoming is None or not incoming.is_committed:
-                path.unlink(missing_ok=True)
+            incoming.close()
 
     def _place(self, temporary: Path, name: str) -> None:
         target = self.path(name)

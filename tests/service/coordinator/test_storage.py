@@ -20,14 +20,14 @@ from coordinator.errors import BadConfiguration, StorageFault, StoreAway
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.storage import log, rebuilds, verdicts, work
 from coordinator.storage.faults import is_away
-from coordinator.storage.folder_blobs import FolderBlobs
+from coordinator.storage.folder_blobs import HELD_BYTES, FolderBlobs
 from coordinator.storage.schema import SlotState, groups, metadata, nodes, slots, submissions
 from coordinator.storage.verdicts import QueueItem
 from node.protocol import merkle
 from node.protocol.admission import Outcome
 from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.reasons import Reason, Refusal
-from shardcast.wire import decode
+from shardcast.wire import decode, digest
 
 
 @pytest.fixture
@@ -604,14 +604,31 @@ def test_a_blobs_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None
         FolderBlobs(tmp_path).path(name)
 
 
-def test_half_an_upload_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, HELD_BYTES, HELD_BYTES + 1, 3 * HELD_BYTES])
+def test_half_an_upload_leaves_nothing(tmp_path: Path, size: int) -> None:
     blobs = FolderBlobs(tmp_path)
-    with pytest.raises(ConnectionError), blobs.incoming(max_bytes=100) as incoming:
-        incoming.write(b"half")
+    with pytest.raises(ConnectionError), blobs.incoming(max_bytes=2 * size) as incoming:
+        incoming.write(bytes(size))
         raise ConnectionError
-    with pytest.raises(Refusal), blobs.incoming(max_bytes=3) as incoming:
-        incoming.write(b"four")
+    with pytest.raises(ValueError, match="closed"):
+        incoming.sync()  # by a thread, after the sender has gone
+    with pytest.raises(Refusal), blobs.incoming(max_bytes=2 * size) as incoming:
+        incoming.write(bytes(size))
+        incoming.sync()
+        incoming.write(bytes(size + 1))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("pieces", [[b""], [bytes(HELD_BYTES), b"x"], [b"x"] * 3, [bytes(3 * HELD_BYTES), b"", b"y"]])
+def test_an_upload_is_stored_as_it_came(tmp_path: Path, pieces: list[bytes]) -> None:
+    blobs, whole = FolderBlobs(tmp_path), b"".join(pieces)
+    with blobs.incoming(max_bytes=len(whole)) as incoming:
+        for piece in pieces:
+            incoming.write(piece)
+        incoming.sync()
+        incoming.commit()
+    assert blobs.get(digest(whole), max_bytes=len(whole)) == whole
+    assert list((tmp_path / "incoming").iterdir()) == []
 
 
 def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
