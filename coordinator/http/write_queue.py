@@ -1,8 +1,9 @@
 """Transactions of requests: those that wait at the same time become one.
 
-A transaction, its locks and a change of threads cost as much as what most requests write or read. SQLite, with its one
-writer, has one thread for them. On PostgreSQL requests for work, which exclude each other, have one, and the others
-several, since each waits for the server most of its time.
+A transaction, its locks and a change of threads cost as much as what most requests write or read. So on SQLite the
+event loop's own thread executes them, as long as they need not wait: for another writer, or for the disk
+(docs/adr/0039-transactions-on-the-event-loop.md). On PostgreSQL requests for work, which exclude each other, have a
+thread, and the others several, since each waits for the server most of its time.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.rate_limits import OverloadRefusal
-from coordinator.storage.database import Database
+from coordinator.storage.database import Database, JobOutcome
 from coordinator.storage.faults import LockHeld
 
 MOST_WAIT_SECONDS: Final = 20.0
 """After which a job is not begun: whoever waits for 30 s has gone (`node.client.http.ExchangeLimits`), and his lease
 would be held by nobody."""
+
+MOST_HERE: Final = 512
+"""Jobs in the event loop's thread, after which another executes those that wait: at the end of its transaction SQLite
+moves what is in the write-ahead log to where it belongs, and waits for the disk."""
 
 MEASURED_OVER: Final = 64
 """Jobs over which the time of one is averaged."""
@@ -36,7 +41,6 @@ SERVER_THREADS: Final = 3
 """Of PostgreSQL: the more there are, the fewer requests share a transaction."""
 
 T = TypeVar("T")
-_Outcome = tuple[Any, Exception | None]
 _Waiting = tuple[Callable[[], Any], "asyncio.Future[Any]", float]
 
 
@@ -55,26 +59,28 @@ class _JobQueue(abc.ABC):
         self._waiting: deque[_Waiting] = deque()
         self._executing = 0
         self._busy_since: float | None = None
+        self._is_begun = False
+        self._sync = _SyncQueue(database)
 
     def __len__(self) -> int:
         """Return how many jobs wait or are being executed."""
-        return len(self._waiting) + self._executing
+        return len(self._waiting) + self._executing + len(self._sync)
 
     async def run(self, job: Callable[[], T], *, is_last: bool = False) -> T:
-        """Call `job` in a thread and return its result once its transaction has ended; raises what it raises.
+        """Call `job` and return its result once its transaction has ended; raises what it raises.
 
         Raises TooManyRequests where it could not be begun within MOST_WAIT_SECONDS; nothing is done then.
 
-        Others wait for it: it reads no network, and no file that requests could have it read. It is called again where
-        it would have waited for a lock, by itself, so that nobody else waits with it. The last of a request's jobs
-        waits for those that are executed now, and not a second time for all others: it holds a body.
+        Others wait for it, and perhaps the event loop: it reads no network, waits for no disk, and reads no file that
+        requests could have it read. It is called again where it would have waited for a lock, by itself, so that
+        nobody else waits with it. The last of a request's jobs waits for those that are executed now, and not a second
+        time for all others: it holds a body.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         asked_at = time.perf_counter()
         job = partial(_in_time, job, asked_at)
         (self._waiting.appendleft if is_last else self._waiting.append)((job, done, asked_at))
-        if self._free_threads:
-            self._start()
+        self._begin()
         try:
             return await done
         except LockHeld:
@@ -85,32 +91,62 @@ class _JobQueue(abc.ABC):
             self._executing -= 1
             self._note_end(1)
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
+        """See to it that what waits is executed as soon as a thread is free, or the event loop is."""
+        if self._is_begun or not self._free_threads or not self._waiting:
+            return
+        if self._database.has_many_writers:
+            self._start(self._take())
+        else:
+            self._is_begun = True
+            asyncio.get_running_loop().call_soon(self._execute_here)
+
+    def _take(self) -> list[_Waiting]:
         batch = [self._waiting.popleft() for _ in range(min(MOST_TOGETHER, len(self._waiting)))]
         self._executing += len(batch)
+        return batch
+
+    def _execute_here(self) -> None:
+        """Execute a batch in the event loop's thread, or in another where it would wait."""
+        self._is_begun = False
+        batch = self._take()
+        try:
+            outcomes = self._execute_now([job for job, _, _ in batch], [asked_at for _, _, asked_at in batch])
+        except LockHeld:
+            self._start(batch)
+            return
+        except Exception as error:  # noqa: BLE001  (raised again by whoever waits)
+            outcomes = [JobOutcome(None, error)] * len(batch)
+        self._finish(batch, outcomes)
+
+    def _start(self, batch: list[_Waiting]) -> None:
+        """Execute a batch in a thread."""
         self._free_threads -= 1
         jobs, asked_at = [job for job, _, _ in batch], [asked_at for _, _, asked_at in batch]
-        execute = partial(self._execute, jobs, asked_at)
-        execution = asyncio.get_running_loop().run_in_executor(self._threads, execute)
-        execution.add_done_callback(partial(self._finish, batch))
+        execution = asyncio.get_running_loop().run_in_executor(self._threads, self._execute, jobs, asked_at)
+        execution.add_done_callback(partial(self._end_thread, batch))
 
-    def _finish(self, batch: list[_Waiting], execution: asyncio.Future[Any]) -> None:
-        self._executing -= len(batch)
+    def _end_thread(self, batch: list[_Waiting], execution: asyncio.Future[Any]) -> None:
         self._free_threads += 1
-        self._note_end(len(batch))
-        if self._waiting:
-            self._start()
         if execution.cancelled():
+            self._executing -= len(batch)
+            self._begin()
             return
         failure = execution.exception()
-        outcomes = [(None, failure)] * len(batch) if failure is not None else execution.result()
-        for (_, done, _), (value, error) in zip(batch, outcomes, strict=True):
-            if done.done():  # whoever waited has gone
-                continue
-            if error is None:
-                done.set_result(value)
+        if failure is None:
+            self._finish(batch, [outcome._replace(is_sync_due=False) for outcome in execution.result()])
+        else:
+            self._finish(batch, [JobOutcome(None, cast("Exception", failure))] * len(batch))
+
+    def _finish(self, batch: list[_Waiting], outcomes: Sequence[JobOutcome[Any]]) -> None:
+        self._executing -= len(batch)
+        self._note_end(len(batch))
+        self._begin()
+        for (_, done, _), outcome in zip(batch, outcomes, strict=True):
+            if outcome.is_sync_due:
+                self._sync.add(done, outcome)
             else:
-                done.set_exception(error)
+                _tell(done, outcome)
 
     def _note_end(self, jobs: int) -> None:
         """Take the time since the last end, if others have waited since, into the mean."""
@@ -121,8 +157,55 @@ class _JobQueue(abc.ABC):
         self._busy_since = now if len(self) else None
 
     @abc.abstractmethod
-    def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[_Outcome]:
+    def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[JobOutcome[Any]]:
         """Call `jobs`, waiting since `asked_at`, in one transaction; return what each returned, or what it raised."""
+
+    @abc.abstractmethod
+    def _execute_now(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[JobOutcome[Any]]:
+        """As `_execute`, on SQLite; raises LockHeld where it would wait: nothing is done, and a thread is to do it."""
+
+
+class _SyncQueue:
+    """Has what was written to SQLite synced to disk, all that waits at the same time at once, and then told."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sync of the log")
+        self._waiting: list[tuple[asyncio.Future[Any], JobOutcome[Any]]] = []
+        self._syncing: list[tuple[asyncio.Future[Any], JobOutcome[Any]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._syncing)
+
+    def add(self, done: asyncio.Future[Any], outcome: JobOutcome[Any]) -> None:
+        """Set the result of `done` once the next sync has ended."""
+        self._waiting.append((done, outcome))
+        if not self._syncing:
+            self._start()
+
+    def _start(self) -> None:
+        self._syncing, self._waiting = self._waiting, []
+        syncing = asyncio.get_running_loop().run_in_executor(self._thread, self._database.sync)
+        syncing.add_done_callback(self._finish)
+
+    def _finish(self, syncing: asyncio.Future[None]) -> None:
+        synced, self._syncing = self._syncing, []
+        if self._waiting:
+            self._start()
+        if syncing.cancelled():
+            return
+        failure = syncing.exception()
+        for done, outcome in synced:
+            _tell(done, outcome if failure is None else JobOutcome(None, cast("Exception", failure)))
+
+
+def _tell(done: asyncio.Future[Any], outcome: JobOutcome[Any]) -> None:
+    if done.done():  # whoever waited has gone
+        return
+    if outcome.error is None:
+        done.set_result(outcome.value)
+    else:
+        done.set_exception(outcome.error)
 
 
 def _in_time(job: Callable[[], T], asked_at: float) -> T:
@@ -137,9 +220,17 @@ class _Writes(_JobQueue):
     def __init__(self, database: Database, *, leasing: bool = False, threads: int = 1) -> None:
         super().__init__(database, threads=threads)
         self._leasing = leasing
+        self._here = 0
 
-    def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[_Outcome]:
+    def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[JobOutcome[Any]]:
+        self._here = 0
         return self._database.execute_together(jobs, asked_at=asked_at, leasing=self._leasing)
+
+    def _execute_now(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[JobOutcome[Any]]:
+        if self._here >= MOST_HERE:
+            raise LockHeld
+        self._here += len(jobs)
+        return self._database.execute_now(jobs, asked_at=asked_at)
 
 
 class WriteQueue:
@@ -168,5 +259,8 @@ class WriteQueue:
 class ReadQueue(_JobQueue):
     """Executes jobs with read transactions, those that wait at the same time on one snapshot."""
 
-    def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[_Outcome]:
+    def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[JobOutcome[Any]]:
         return self._database.read_together(jobs, asked_at=asked_at)
+
+    def _execute_now(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[JobOutcome[Any]]:
+        return self._database.read_now(jobs, asked_at=asked_at)

@@ -252,7 +252,6 @@ class Coordinator:
             log_index=found.log_index,
             leaf_hash=merkle.leaf_hash(found.leaf).hex(),
         )
-        self._keep_history()
         return seal(encode(receipt), domain=RECEIPT_DOMAIN, version=MESSAGE_VERSION, key=self._key)
 
     def checkpoint(self) -> bytes:
@@ -273,10 +272,13 @@ class Coordinator:
         """Show a note of the run's with the signatures of witnesses from now on."""
         self._witnessed = note
 
-    def _keep_history(self) -> None:
-        """Keep a checkpoint at most every HISTORY_SECONDS: a receipt, too, is a promise that its entry stays."""
-        if time.monotonic() < self._history_due:
-            return
+    @property
+    def is_history_due(self) -> bool:
+        """Whether the last checkpoint was kept HISTORY_SECONDS ago."""
+        return time.monotonic() >= self._history_due
+
+    def keep_history(self) -> None:
+        """Keep a checkpoint before the next receipt is sent: it, too, is a promise that its entry stays."""
         self._history_due = time.monotonic() + HISTORY_SECONDS
         try:
             self.checkpoint()

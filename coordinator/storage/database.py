@@ -9,10 +9,11 @@ SQLite has one writer at a time. PostgreSQL has many, which exclude each other b
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from alembic import command
 from alembic.config import Config
@@ -24,7 +25,7 @@ from coordinator.storage import locks, postgresql, sqlite
 from coordinator.storage.faults import DatabaseAway, LockHeld, is_lock_held
 from coordinator.storage.leadership import FileLeadership, Leadership, SessionLeadership
 from coordinator.storage.prepared import Prepared
-from coordinator.storage.timings import TransactionTimer
+from coordinator.storage.timings import Transaction, TransactionTimer
 from node.runtime.extras import install_hint
 
 __all__ = ["Connection", "Database", "migrations", "sqlite_path", "sqlite_url", "upgrade", "without_password"]
@@ -52,8 +53,16 @@ _DURABLE = Prepared(text("SET LOCAL synchronous_commit = on"))
 T = TypeVar("T")
 
 
+class JobOutcome(NamedTuple, Generic[T]):
+    """What one of several jobs returned, or what it raised; `is_sync_due` if it asked for a sync."""
+
+    value: T | None
+    error: Exception | None
+    is_sync_due: bool = False
+
+
 class _Batch(threading.local):
-    """The transactions that this thread executes several jobs in, if any, and whether one of them asked for a sync."""
+    """The transactions that this thread executes several jobs in, if any, and whether the last one asked for a sync."""
 
     connection: Connection | None = None
     reading: Connection | None = None
@@ -82,17 +91,22 @@ class Database:
         sqlite.protect(Path(str(url.database)))
         self._engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
         self._lazy = create_engine(url, pool_size=POOL_SIZE, max_overflow=0)
+        prompt = create_engine(url, pool_size=1, max_overflow=-1)  # one for each event loop
         self._write_lock: AbstractContextManager[None] = sqlite.FairLock()
         self._wal: sqlite.GroupSync | None = sqlite.GroupSync(Path(f"{url.database}-wal"))
         process_lock = sqlite.ProcessLock(Path(f"{url.database}-line"))
         sqlite.prepare(self._engine, process_lock, synchronous="FULL")
         sqlite.prepare(self._lazy, process_lock, synchronous="NORMAL")
+        sqlite.prepare(prompt, process_lock, synchronous="NORMAL", waits=False)
+        self._engines: Sequence[Engine] = (self._engine, self._lazy, prompt)
         writes = {sqlite.WRITES: True}
         self._reads: Engine = self._engine
         self._writes: dict[bool, Engine] = {
             True: self._engine.execution_options(**writes),
             False: self._lazy.execution_options(**writes),
         }
+        self._prompt_reads: Engine = prompt
+        self._prompt_writes: Engine = prompt.execution_options(**writes)
 
     def _open_postgresql(self, url: URL) -> None:
         def settings(**more: str) -> dict[str, str | None]:
@@ -104,7 +118,8 @@ class Database:
         self._engine = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=durable)
         self._lazy = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=lazy)
         self._write_lock, self._wal = nullcontext(), None
-        for engine in (self._engine, self._lazy):
+        self._engines = (self._engine, self._lazy)
+        for engine in self._engines:
             postgresql.prepare(engine)
         writes = {postgresql.BEGIN: postgresql.WRITES}
         self._reads = self._engine.execution_options(**{postgresql.BEGIN: postgresql.READS})
@@ -131,12 +146,14 @@ class Database:
 
     @contextmanager
     def _transaction(self, *, durable: bool, asked_at: Sequence[float] = ()) -> Iterator[Connection]:
-        with (
-            TransactionTimer("write", asked_at) as timer,
-            self._write_lock,
-            self._writes[durable].connect() as connection,
-            connection.begin(),
-        ):
+        # The time of the wait begins before the lock.
+        asked_at = asked_at or (time.perf_counter(),)
+        with self._write_lock, self._begun("write", self._writes[durable], asked_at) as connection:
+            yield connection
+
+    @contextmanager
+    def _begun(self, kind: Transaction, engine: Engine, asked_at: Sequence[float]) -> Iterator[Connection]:
+        with TransactionTimer(kind, asked_at) as timer, engine.connect() as connection, connection.begin():
             timer.begun()
             yield connection
 
@@ -147,7 +164,7 @@ class Database:
 
     def execute_together(
         self, jobs: Sequence[Callable[[], T]], *, asked_at: Sequence[float] = (), leasing: bool = False
-    ) -> list[tuple[T | None, Exception | None]]:
+    ) -> list[JobOutcome[T]]:
         """Call `jobs`, each with at most one transaction of `write`, which become one; return what each returned, or
         what it raised.
 
@@ -157,30 +174,60 @@ class Database:
         it. One that would have waited for a lock on PostgreSQL has raised LockHeld, and is to be called by itself.
         Raises DatabaseAway, or StorageFault of the sync: then none is done. Not durable, as with `durable=False`.
         """
-        batch = self._batch
         with self._transaction(durable=False, asked_at=asked_at) as connection:
             locks.together(connection, leasing=leasing)
-            batch.connection, batch.is_sync_due = connection, False
-            try:
-                outcomes = [_outcome(job) for job in jobs]
-            finally:
-                batch.connection = None
-            if batch.is_sync_due and self._wal is None:  # its own commit is the flush
+            outcomes = self._write_in(connection, jobs)
+            is_sync_due = any(outcome.is_sync_due for outcome in outcomes)
+            if is_sync_due and self._wal is None:  # its own commit is the flush
                 _DURABLE.run(connection)
-        if batch.is_sync_due and self._wal is not None:
+        if is_sync_due and self._wal is not None:
             self.sync()
         return outcomes
 
-    def read_together(
-        self, jobs: Sequence[Callable[[], T]], *, asked_at: Sequence[float] = ()
-    ) -> list[tuple[T | None, Exception | None]]:
+    def execute_now(self, jobs: Sequence[Callable[[], T]], *, asked_at: Sequence[float] = ()) -> list[JobOutcome[T]]:
+        """Call `jobs` on SQLite as `execute_together`, but wait for nothing.
+
+        What has `is_sync_due` is done once the caller's `sync` has returned. Raises LockHeld, and calls none of them,
+        where it would wait for another writer.
+        """
+        assert isinstance(self._write_lock, sqlite.FairLock)
+        with self._write_lock.if_free(), self._begun("write", self._prompt_writes, asked_at) as connection:
+            return self._write_in(connection, jobs)
+
+    def _write_in(self, connection: Connection, jobs: Sequence[Callable[[], T]]) -> list[JobOutcome[T]]:
+        self._batch.connection = connection
+        try:
+            return [self._outcome(job) for job in jobs]
+        finally:
+            self._batch.connection = None
+
+    def _outcome(self, job: Callable[[], T]) -> JobOutcome[T]:
+        self._batch.is_sync_due = False
+        try:
+            return JobOutcome(job(), None, self._batch.is_sync_due)
+        except DatabaseAway as error:
+            if is_lock_held(error):
+                return JobOutcome(None, LockHeld())
+            raise
+        except Exception as error:  # noqa: BLE001  (raised again by whoever waits for this job)
+            return JobOutcome(None, error)
+
+    def read_together(self, jobs: Sequence[Callable[[], T]], *, asked_at: Sequence[float] = ()) -> list[JobOutcome[T]]:
         """Call `jobs`, whose transactions of `read` become one; as `execute_together`."""
         with self._snapshot(asked_at) as connection:
-            self._batch.reading = connection
-            try:
-                return [_outcome(job) for job in jobs]
-            finally:
-                self._batch.reading = None
+            return self._read_in(connection, jobs)
+
+    def read_now(self, jobs: Sequence[Callable[[], T]], *, asked_at: Sequence[float] = ()) -> list[JobOutcome[T]]:
+        """Call `jobs` on SQLite as `read_together`, but wait for nothing; as `execute_now`."""
+        with self._begun("read", self._prompt_reads, asked_at) as connection:
+            return self._read_in(connection, jobs)
+
+    def _read_in(self, connection: Connection, jobs: Sequence[Callable[[], T]]) -> list[JobOutcome[T]]:
+        self._batch.reading = connection
+        try:
+            return [self._outcome(job) for job in jobs]
+        finally:
+            self._batch.reading = None
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -192,15 +239,8 @@ class Database:
         with self._snapshot() if shared is None else nullcontext(shared) as connection:
             yield connection
 
-    @contextmanager
-    def _snapshot(self, asked_at: Sequence[float] = ()) -> Iterator[Connection]:
-        with (
-            TransactionTimer("read", asked_at) as timer,
-            self._reads.connect() as connection,
-            connection.begin(),
-        ):
-            timer.begun()
-            yield connection
+    def _snapshot(self, asked_at: Sequence[float] = ()) -> AbstractContextManager[Connection]:
+        return self._begun("read", self._reads, asked_at)
 
     def sync(self) -> None:
         """Wait until everything committed so far is on disk, without blocking writers.
@@ -225,8 +265,8 @@ class Database:
 
     def close(self) -> None:
         """Close all connections."""
-        self._engine.dispose()
-        self._lazy.dispose()
+        for engine in self._engines:
+            engine.dispose()
 
 
 @contextmanager
@@ -243,17 +283,6 @@ def _savepoint(connection: Connection) -> Iterator[Connection]:
         raise
     if connection.dialect.name == "sqlite":  # which keeps the pages before each; PostgreSQL's ends with the commit
         _RELEASE.run(connection)
-
-
-def _outcome(job: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return job(), None
-    except DatabaseAway as error:
-        if is_lock_held(error):
-            return None, LockHeld()
-        raise
-    except Exception as error:  # noqa: BLE001  (raised again by whoever waits for this job)
-        return None, error
 
 
 def upgrade(connection: Connection, revision: str = "head") -> None:

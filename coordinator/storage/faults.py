@@ -35,7 +35,7 @@ _AWAY_SQLSTATES = ("08", "53", "57P", "55P03", "40P01", "40001", "25006", "25P03
 
 
 class LockHeld(Exception):
-    """A transaction among several that are one would have waited for a lock: nothing of it is done."""
+    """A transaction would have waited for a lock where it may not: nothing of it is done."""
 
 
 def is_lock_held(error: Exception) -> bool:

@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +21,7 @@ from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.exc import OperationalError
 
 from coordinator.errors import StorageFault
+from coordinator.storage.faults import LockHeld
 
 BUSY_TIMEOUT_MS = 30_000
 POLL_SECONDS = 0.001
@@ -74,6 +75,18 @@ class FairLock:
                 self._give_up(granted)
         if not acquired:
             raise OperationalError("BEGIN IMMEDIATE", None, sqlite3.OperationalError("database is locked"))
+
+    @contextlib.contextmanager
+    def if_free(self) -> Iterator[None]:
+        """Hold the lock for the block; raises LockHeld at once where another thread has it."""
+        with self._mutex:
+            if self._locked:
+                raise LockHeld
+            self._locked = True
+        try:
+            yield
+        finally:
+            self.__exit__()
 
     def _give_up(self, granted: threading.Event) -> None:
         with self._mutex:
@@ -135,6 +148,13 @@ class ProcessLock:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    def begin_if_free(self, connection: Connection) -> None:
+        """Execute BEGIN IMMEDIATE; raises LockHeld where another process writes or is next, or where it fails."""
+        with self._path.open("ab", buffering=0) as file:
+            if not _try_flock(file):
+                raise LockHeld
+            _begin_now(connection, "BEGIN IMMEDIATE")
+
     def begin(self, connection: Connection) -> None:
         """Execute BEGIN IMMEDIATE; raises OperationalError without a lock within BUSY_TIMEOUT_MS."""
         raw: Any = connection.connection.dbapi_connection
@@ -155,7 +175,7 @@ class ProcessLock:
                 raw.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
 
 
-def _try_flock(file: IO[str]) -> bool:
+def _try_flock(file: IO[Any]) -> bool:
     """Try to lock `file`, until it is closed; return whether this process has the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,15 +202,19 @@ def _poll(done: Callable[[], bool], *, deadline: float) -> bool:
     return True
 
 
-def prepare(engine: Engine, lock: ProcessLock, *, synchronous: str) -> None:
-    """Configure the connections of `engine`; write transactions begin by `lock`."""
+def prepare(engine: Engine, lock: ProcessLock, *, synchronous: str, waits: bool = True) -> None:
+    """Configure the connections of `engine`; write transactions begin by `lock`.
+
+    Without `waits`, its transactions raise LockHeld at their begin where they would wait for a lock, and move nothing
+    from the write-ahead log into the database at their end.
+    """
+    waiting = (f"busy_timeout={BUSY_TIMEOUT_MS}",) if waits else ("busy_timeout=0", "wal_autocheckpoint=0")
 
     @event.listens_for(engine, "connect")
     def _connect(raw: Any, _record: Any) -> None:
         raw.isolation_level = None  # _begin executes BEGIN
         cursor = raw.cursor()
-        settings = ("journal_mode=WAL", f"synchronous={synchronous}", "foreign_keys=ON")
-        for setting in (*settings, f"busy_timeout={BUSY_TIMEOUT_MS}"):
+        for setting in ("journal_mode=WAL", f"synchronous={synchronous}", "foreign_keys=ON", *waiting):
             cursor.execute(f"PRAGMA {setting}")
         cursor.close()
 
@@ -203,6 +227,19 @@ def prepare(engine: Engine, lock: ProcessLock, *, synchronous: str) -> None:
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
         if connection.get_execution_options().get(WRITES, False):
-            lock.begin(connection)
-        else:
+            (lock.begin if waits else lock.begin_if_free)(connection)
+        elif waits:
             connection.exec_driver_sql("BEGIN")
+        else:  # it begins to read now, and not at its first statement
+            _begin_now(connection, "BEGIN", "SELECT 1 FROM sqlite_schema LIMIT 1")
+
+
+def _begin_now(connection: Connection, *statements: str) -> None:
+    """Begin a transaction; raises LockHeld where it cannot, for whatever reason: whoever waits for one is told."""
+    raw: Any = connection.connection.dbapi_connection
+    try:
+        for statement in statements:
+            raw.execute(statement).fetchall()
+    except sqlite3.OperationalError as error:
+        raw.rollback()
+        raise LockHeld from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import urllib.request
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from typing import TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
@@ -24,6 +26,7 @@ from coordinator.http import load_shedding, service, signed_requests
 from coordinator.http.connections import ConnectionLimits
 from coordinator.http.load_shedding import RequestClass, class_of
 from coordinator.http.rate_limits import TooManyRequests
+from coordinator.http.write_queue import ReadQueue
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage.schema import submissions
@@ -32,6 +35,7 @@ from node.protocol.endpoints import Endpoint
 from node.protocol.messages import LeaseRequest, SubmissionReply
 from shardcast.wire import decode, encode
 
+T = TypeVar("T")
 LIMITS = {kind: limit for limit, kind in enumerate(RequestClass, 1)}
 
 
@@ -134,15 +138,19 @@ def test_leases_that_were_let_in_together_leave_the_uploads_their_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an outage all come at once, and each finds a short queue."""
-    writes, reads, looked_up = list[Sized](), list[Sized](), threading.Event()
-    shedder, queue, refuse = load_shedding.LoadShedder, service.ReadQueue, Coordinator.refuse_stranger
+    writes, reads, looked_up = list[Sized](), list[object](), threading.Event()
+    shedder = load_shedding.LoadShedder
+
+    class LateReads(ReadQueue):
+        async def run(self, job: Callable[[], T], *, is_last: bool = False) -> T:
+            reads.append(job)
+            await asyncio.to_thread(looked_up.wait, 60)
+            return await super().run(job, is_last=is_last)
+
     monkeypatch.setattr(load_shedding, "MOST_WAITING", LIMITS)
     monkeypatch.setattr(signed_requests, "STRANGERS_WAITING", 1)
     monkeypatch.setattr(service, "LoadShedder", lambda queue: writes.append(queue) or shedder(queue))
-    monkeypatch.setattr(service, "ReadQueue", lambda database: reads.append(queue(database)) or reads[0])
-    monkeypatch.setattr(
-        Coordinator, "refuse_stranger", lambda *args, **named: looked_up.wait(60) and refuse(*args, **named)
-    )
+    monkeypatch.setattr(service, "ReadQueue", LateReads)
     home = create_home(tmp_path, public_key=RUN_KEY.public_key().public_bytes_raw(), spec=spec_of())
     Actors(home).publish(0)
     with serve(Coordinator(home, key=RUN_KEY)) as url, ThreadPoolExecutor(8) as threads:
@@ -154,7 +162,7 @@ def test_leases_that_were_let_in_together_leave_the_uploads_their_room(
             threads.submit(Peer(url, home.run_id).register)
             until(lambda: len(writes[0]) == 1)
             leases = [threads.submit(ask, peer) for peer in idle]
-            until(lambda: len(reads[0]) == len(idle))
+            until(lambda: len(reads) == len(idle))
             looked_up.set()
             until(lambda: len(writes[0]) == LIMITS[RequestClass.WORK])
             delivery = threads.submit(worker.submit, lease, b"a group")

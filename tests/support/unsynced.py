@@ -29,5 +29,7 @@ def unsynced() -> Iterator[None]:
     prepare = sqlite.prepare
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", _unless_it_is_a_file)
-        patch.setattr(sqlite, "prepare", lambda engine, lock, **_: prepare(engine, lock, synchronous="OFF"))
+        patch.setattr(
+            sqlite, "prepare", lambda engine, lock, **options: prepare(engine, lock, **options | {"synchronous": "OFF"})
+        )
         yield

@@ -28,6 +28,7 @@ from coordinator.http.write_queue import WriteQueue
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.leader import Leader, last_leader, leader_thread
 from coordinator.storage import locks, verdicts, work
+from coordinator.storage.database import JobOutcome
 from coordinator.storage.faults import LockHeld, is_away
 from coordinator.storage.progress import progress
 from coordinator.storage.schema import leases, log_entries, slots, submissions
@@ -252,9 +253,9 @@ async def test_requests_that_share_a_transaction_wait_for_nobody_elses_rows(othe
     with others[1].database.write() as connection:
         of_b = select(leases.c.lease).where(leases.c.lease == jobs[1].args[1])
         assert connection.execute(of_b.with_for_update()).scalar_one()
-        (a, a_failed), (b, b_failed), (c, c_failed) = actors.home.database.execute_together(jobs)
-        assert (a_failed, b, c_failed) == (None, None, None)
-        assert isinstance(b_failed, LockHeld)
+        a, b, c = actors.home.database.execute_together(jobs)
+        assert (a.error, b.value, c.error) == (None, None, None)
+        assert isinstance(b.error, LockHeld)
         calls, alone = list[bool](), threading.Event()
 
         def submit() -> str:
@@ -269,7 +270,7 @@ async def test_requests_that_share_a_transaction_wait_for_nobody_elses_rows(othe
         assert not waiting.done()
     assert await waiting
     with others[1].database.read() as connection:
-        assert {a, c} < set(connection.execute(select(submissions.c.submission)).scalars())
+        assert {a.value, c.value} < set(connection.execute(select(submissions.c.submission)).scalars())
         assert connection.execute(select(func.count()).select_from(submissions)).scalar_one() == 3
 
 
@@ -399,7 +400,10 @@ def test_what_asked_for_a_sync_among_others_is_on_disk_with_their_commit(home: H
         home.database.sync()
 
     with psycopg.connect(postgresql.get_uri(), autocommit=True) as watch:
-        assert home.database.execute_together([note, lambda: None]) == [(None, None)] * 2
+        assert home.database.execute_together([note, lambda: None]) == [
+            JobOutcome(None, None, True),
+            JobOutcome(None, None),
+        ]
         assert watch.execute(_IS_FLUSHED, inserted).fetchone()[0]
 
 
