@@ -189,7 +189,7 @@ def _attend_by_kernel(
         mask = visible(own, columns=end - start, window=window)
         queries = query[:, :, first - skipped : end - skipped]
         parts.append(kernel(queries, key[:, :, start:end], value[:, :, start:end], attn_mask=mask))
-    return torch.cat(parts, 2)
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
 def _gather_samples(row: Tensor, layout: PackedLayout) -> Tensor:

@@ -16,6 +16,7 @@ from node.policy.errors import MalformedPolicy
 from node.policy.experts import SORTED, use_exact_routers
 from node.policy.families import FUSED_PROJECTIONS, LONGROPE, PROJECTIONS
 from node.policy.memory import is_out_of_memory
+from node.policy.norms import use_short_norms
 from node.policy.products import use_blocks
 
 
@@ -38,6 +39,7 @@ def build_skeleton(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTraine
         _check_buffers(model)
         _pin_positions(model)
     use_blocks(model)
+    use_short_norms(model)
     use_exact_routers(model)
     return model
 
