@@ -35,14 +35,14 @@ def packed_attention(*models: PreTrainedModel | None) -> Iterator[None]:
     before = [_kernel(model) for model in changed]
     hooks = [hook for model in changed for hook in _gather_for_recurrences(model)]
     for model in changed:
-        model.set_attn_implementation(KERNEL)
+        _set_kernel(model, KERNEL)
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
         for model, kernel in zip(changed, before, strict=True):
-            model.set_attn_implementation(kernel)
+            _set_kernel(model, kernel)
 
 
 def can_share(config: PreTrainedConfig) -> bool:
@@ -56,7 +56,7 @@ def can_share(config: PreTrainedConfig) -> bool:
 
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Switch a model that `can_share` to packed attention for good; it then reads nothing without a layout."""
-    model.set_attn_implementation(KERNEL)
+    _set_kernel(model, KERNEL)
 
 
 def layout_arguments(model: PreTrainedModel, layout: PackedLayout | None) -> dict[str, PackedLayout]:
@@ -120,7 +120,7 @@ def _attend_parts(
     return row[None]
 
 
-def _gather_for_recurrences(model: nn.Module) -> Iterator[RemovableHandle]:
+def _gather_for_recurrences(model: PreTrainedModel) -> Iterator[RemovableHandle]:
     """Have the recurrent blocks of a hybrid's layers read sample by sample, in place: gather what they read of a row
     [1, L, D] into its samples [S, W, D], and a row from what they give.
     """
@@ -133,6 +133,8 @@ def _gather_for_recurrences(model: nn.Module) -> Iterator[RemovableHandle]:
         line: Tensor = _FromSamples.apply(states_SWD, given["layout"])  # type: ignore[no-untyped-call]
         return line[None]
 
+    if not ATTENTION_FAMILIES[model.config.model_type].is_hybrid:
+        return
     for name, block in model.named_modules():
         if name.endswith(f".{RECURRENT_BLOCK}"):
             yield block.register_forward_pre_hook(gathered, with_kwargs=True)
@@ -245,8 +247,16 @@ class _FromSamples(torch.autograd.Function):
 
 
 def _kernel(model: PreTrainedModel) -> str:
-    found: str = model.config._attn_implementation  # noqa: SLF001  (transformers sets it by a method, and reads it so)
+    found: str = model.config._attn_implementation  # noqa: SLF001  (transformers has no other name for it)
     return found
+
+
+def _set_kernel(model: PreTrainedModel, kernel: str) -> None:
+    """Set what the layers of a model attend by, in the one configuration that they share.
+
+    transformers' method looks for others in all modules, which takes a verification of a small group a fiftieth.
+    """
+    model.config._attn_implementation = kernel  # noqa: SLF001
 
 
 AttentionInterface.register(KERNEL, attend_packed)

@@ -123,6 +123,7 @@ class TransformersPrefill:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._routers = routers(policy.model)
         # Without the model: plans keep it for longer than the policy may stay in memory.
         self._blueprint = Blueprint(policy.config, policy.tokenizer, policy.eos_ids, policy.parameters)
 
@@ -137,7 +138,7 @@ class TransformersPrefill:
 
     def keeping(self, contexts: KeptContexts) -> Self:
         """Return this prefill, computing no context that is among `contexts`, and adding to these."""
-        if routers(self._policy.model):
+        if self._routers:
             return self  # what a router chose of a context's tokens is measured with every span
         kept = copy.copy(self)
         kept._contexts = contexts  # noqa: SLF001  (its own class's)
@@ -160,7 +161,7 @@ class TransformersPrefill:
         results: dict[int, SpanMeasured | Refusal] = {}
         with self._computing(), self._kept() as kept:
             for batch in batches(spans, self._policy.config, kept=kept):
-                with noted_choices(routers(self._policy.model)) as noted:
+                with noted_choices(self._routers) as noted:
                     states = self._hidden_states(batch)
                 measured = measure_states(
                     batch.spans,
