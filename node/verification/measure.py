@@ -5,7 +5,6 @@ Submissions share forward passes, but neither a refusal nor a failure is anybody
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,7 @@ from node.protocol.turns import Replies
 from node.submission.reader import VerifierFailed
 from node.verification.deviations import RowMeasured, SpanMeasured
 from node.verification.plan import Plan
-from node.verification.prefill import KeptContexts, Prefill
-from node.verification.readings import keeping
+from node.verification.prefill import Prefill
 from node.verification.spans import Span, spans_of
 
 logger = logging.getLogger(__name__)
@@ -151,34 +149,6 @@ class Measurement:
             spans = self._measured[group, row]
             found[row] = RowMeasured.of([spans[at] for at in sorted(spans)], rollout.logprobs, limits=self._spec.limits)
         return found
-
-
-async def measure_rows(
-    plans: Sequence[tuple[Plan, Sequence[int]]],
-    policies: Policies,
-    *,
-    spec: RunSpec,
-    newest_first: bool,
-    contexts: KeptContexts,
-) -> Measurement:
-    """Measure these rows of each plan's claim, one policy after the other, adding to these claims' `contexts`."""
-    measuring = Measurement(
-        [plan.claim.rollouts for plan, _ in plans],
-        spec=spec,
-        rows=[rows for _, rows in plans],
-        replies=[plan.replies for plan, _ in plans],
-    )
-    for version in sorted(measuring.versions, reverse=newest_first):
-        if waiting := measuring.waiting(version):
-            try:
-                prefill = keeping(await policies.prefill(version), contexts)
-            except PolicyUnavailable as error:
-                for group in waiting:
-                    measuring.fail(group, error)
-            else:
-                await asyncio.to_thread(measuring.measure, prefill, version)
-                del prefill  # not held beside the next one
-    return measuring
 
 
 def measure_rewards(plan: Plan) -> tuple[float, ...]:

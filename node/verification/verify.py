@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,15 @@ from node.verification.measure import (
     PolicyUnavailable,
     as_verifier_failure,
     measure_rewards,
-    measure_rows,
 )
 from node.verification.plan import Claim, Look, Plan, Probe, Rules, look_if_suspicious, plan_claim
-from node.verification.prefill import KeptContexts
+from node.verification.prefill import KeptContexts, Prefill
+from node.verification.readings import keeping
 from node.verification.second_look import suspect_gain
 
 logger = logging.getLogger(__name__)
+
+_Judging = Generator[int, "Prefill | PolicyUnavailable", None]
 
 
 async def verify(
@@ -109,21 +111,15 @@ async def decide_many(
     for case in cases:
         await case.fetch_blueprint(policies)
 
-    def plan_all() -> None:
-        for case in cases:
-            own_look = look_if_suspicious(random.SystemRandom().random()) if look is None else look
-            case.start(partial(plan_claim, rules=rules, published=published, probe=probe, look=own_look))
+    def plan(case: _Case) -> None:
+        own_look = look_if_suspicious(random.SystemRandom().random()) if look is None else look
+        case.start(partial(plan_claim, rules=rules, published=published, probe=probe, look=own_look))
 
-    # One thread for all cases: each change of threads takes a tenth of a millisecond of processor time.
-    await asyncio.to_thread(plan_all)
-    newest_first, contexts = False, KeptContexts()
-    while due := [(case, case.state.rows) for case in cases if isinstance(case.state, NeedsRows)]:
-        wanted = [(case.plan, rows) for case, rows in due]
-        measuring = await measure_rows(wanted, policies, spec=rules.spec, newest_first=newest_first, contexts=contexts)
-        await asyncio.to_thread(_take_rows, [case for case, _ in due], measuring)
-        # The policy that was asked last is still at hand: what comes next begins with it.
-        newest_first = not newest_first
-    await asyncio.to_thread(_reward, cases)
+    # In one thread until it needs a policy: each change of threads takes a tenth of a millisecond of processor time.
+    judging = _judging(cases, plan, spec=rules.spec)
+    version = await asyncio.to_thread(next, judging, None)
+    while version is not None:
+        version = await asyncio.to_thread(_continue, judging, await _prefill_of(version, policies))
     for case in cases:
         await case.finish(policies, published)
     return [case.state for case in cases if isinstance(case.state, JudgedClaim | PolicyUnavailable)]
@@ -138,6 +134,61 @@ def undecided(error: VerifierFailed, *, tokens: int = 0) -> Verdict:
     cause = error.__cause__ or error
     detail = f"EnvironmentFault: {cause.code}." if isinstance(cause, EnvironmentFault) else f"{type(cause).__name__}."
     return Verdict(outcome=Outcome.INDETERMINATE, reason=Reason.VERIFIER_FAILED, detail=detail, tokens=tokens)
+
+
+async def _prefill_of(version: int, policies: Policies) -> Prefill | PolicyUnavailable:
+    try:
+        return await policies.prefill(version)
+    except PolicyUnavailable as error:
+        return error
+
+
+def _continue(judging: _Judging, found: Prefill | PolicyUnavailable) -> int | None:
+    """Let `judging` go on with the policy that it asked for; return the next one, None once it is done. Blocks."""
+    try:
+        return judging.send(found)
+    except StopIteration:
+        return None
+
+
+def _judging(cases: Sequence[_Case], plan: Callable[[_Case], None], *, spec: RunSpec) -> _Judging:
+    """Plan, measure and judge the claims, and compute their rewards; yield each policy that is needed, to be sent it.
+
+    Blocks in between. A policy is used until another one is asked for, and not held beside that.
+    """
+    for case in cases:
+        plan(case)
+    contexts, newest_first = KeptContexts(), False
+    at_hand: int | None = None
+    found: Prefill | PolicyUnavailable | None = None
+    while due := [(case, case.state.rows) for case in cases if isinstance(case.state, NeedsRows)]:
+        measuring = _measurement_of([(case.plan, rows) for case, rows in due], spec=spec)
+        for version in sorted(measuring.versions, reverse=newest_first):
+            if not measuring.waiting(version):
+                continue
+            if version != at_hand:
+                at_hand = found = None
+                found = yield version
+            if isinstance(found, PolicyUnavailable):
+                for group in measuring.waiting(version):
+                    measuring.fail(group, found)
+            elif found is not None:
+                at_hand = version
+                measuring.measure(keeping(found, contexts), version)
+        _take_rows([case for case, _ in due], measuring)
+        # The policy that was asked last is still at hand: what comes next begins with it.
+        newest_first = not newest_first
+    _reward(cases)
+
+
+def _measurement_of(wanted: Sequence[tuple[Plan, Sequence[int]]], *, spec: RunSpec) -> Measurement:
+    """Return the measurement, to be made, of these rows of each plan's claim."""
+    return Measurement(
+        [plan.claim.rollouts for plan, _ in wanted],
+        spec=spec,
+        rows=[rows for _, rows in wanted],
+        replies=[plan.replies for plan, _ in wanted],
+    )
 
 
 def _take_rows(cases: Sequence[_Case], measuring: Measurement) -> None:
