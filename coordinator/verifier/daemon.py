@@ -93,6 +93,7 @@ class Verifier:
         self._engine_failures = 0
         self._has_fetched_again = False
         self._unreleased: list[QueueItem] = []
+        self._keeping: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
@@ -199,6 +200,8 @@ class Verifier:
             if pause:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), pause)
+        with contextlib.suppress(DatabaseAway, OSError):  # the log extends what was kept before
+            await self._history_kept()
 
     async def _wait_for_engine(self, error: EngineAway, stop: asyncio.Event) -> None:
         """Pause before the engine is tried again; raises EngineFailed after MAX_ENGINE_FAILURES in a row."""
@@ -246,7 +249,8 @@ class Verifier:
                         await self._defer_all(claimed)
                     raise
             self._engine_failures = 0
-            await asyncio.to_thread(self._history.keep_current, self._home.database)
+        else:
+            await self._history_kept()
         return bool(claimed)
 
     @contextlib.asynccontextmanager
@@ -287,14 +291,15 @@ class Verifier:
     async def _judge(self, claimed: Sequence[QueueItem], cache: PolicyCache) -> None:
         """Judge a batch; raises the EngineAway or DatasetAway that deferred something, once the others are judged."""
         away: EngineAway | DatasetAway | None = None
-        await asyncio.to_thread(self._bodies.load_uploads, claimed)
-        published = await asyncio.to_thread(self._published, min(one.version for one in claimed))
+        published, decided, claims = await asyncio.to_thread(self._read, claimed)
         for one in claimed:
             if one.rebuild:
                 await self._rebuilder.rebuild(one, cache, published, rules=self._rules)
-        claimed = [one for one in claimed if not one.rebuild]
+        found_now = await decide_many(list(claims.values()), policies=cache, published=published, rules=self._rules)
+        decided |= dict(zip(claims, found_now, strict=True))
         judged: list[tuple[QueueItem, JudgedClaim]] = []
-        for one, found in zip(claimed, await self._verify(claimed, cache, published), strict=True):
+        for one in (one for one in claimed if not one.rebuild):
+            found = decided[one.submission]
             if isinstance(found, PolicyUnavailable | BodyUnavailable):
                 away = found if isinstance(found, EngineAway | DatasetAway) else away
                 with log_context(one):
@@ -302,30 +307,34 @@ class Verifier:
                 if not one.recheck or verdicts.clock() < one.recheck_by:
                     await asyncio.to_thread(self._defer, one)
                     continue
-                found = JudgedClaim(verdict=undecided(found))  # noqa: PLW2901  (training waits for a recheck)
+                found = JudgedClaim(verdict=undecided(found))  # training waits for a recheck
             judged.append((one, found))
         if judged:
             blueprints = await self._blueprints(judged, cache)
+            await self._history_kept()
             await asyncio.to_thread(self._recorder.record, judged, blueprints, published)
+            # Its waits for the disk go on beside the next batch, of which nothing is recorded before them.
+            self._keeping = asyncio.create_task(asyncio.to_thread(self._history.keep_current, self._home.database))
         if away is not None:
             raise away
 
-    async def _verify(
-        self, claimed: Sequence[QueueItem], cache: PolicyCache, published: Mapping[int, str]
-    ) -> list[JudgedClaim | PolicyUnavailable | BodyUnavailable]:
-        """Return the judgement of each submission in order, or why its policy or its body is unavailable now."""
-        found, claims = await asyncio.to_thread(self._read, claimed)
-        decided = await decide_many(list(claims.values()), policies=cache, published=published, rules=self._rules)
-        found |= dict(zip(claims, decided, strict=True))
-        return [found[one.submission] for one in claimed]
+    async def _history_kept(self) -> None:
+        """Wait until the log is kept as the last recorded batch left it; raises DatabaseAway or OSError."""
+        if (keeping := self._keeping) is not None:
+            self._keeping = None
+            await keeping
 
     def _read(
         self, claimed: Sequence[QueueItem]
-    ) -> tuple[dict[str, JudgedClaim | PolicyUnavailable | BodyUnavailable], dict[str, Claim]]:
-        """Read the files of a batch; return by submission what is decided without them, and what the others claim."""
+    ) -> tuple[Mapping[int, str], dict[str, JudgedClaim | PolicyUnavailable | BodyUnavailable], dict[str, Claim]]:
+        """Read what a batch is judged by; return the published policies as `_published`, and by submission, without
+        those to rebuild, what is decided without a measurement and what the others claim.
+        """
+        self._bodies.load_uploads(claimed)
+        published = self._published(min(one.version for one in claimed))
         found: dict[str, JudgedClaim | PolicyUnavailable | BodyUnavailable] = {}
         claims: dict[str, Claim] = {}
-        for one in claimed:
+        for one in (one for one in claimed if not one.rebuild):
             if one.is_hopeless:
                 found[one.submission] = given_up(one)
                 continue
@@ -339,7 +348,7 @@ class Verifier:
                 found[one.submission] = JudgedClaim(verdict=rollouts)
             else:
                 claims[one.submission] = claim_of(one, rollouts)
-        return found, claims
+        return published, found, claims
 
     async def _blueprints(
         self, judged: Sequence[tuple[QueueItem, JudgedClaim]], cache: PolicyCache
