@@ -20,7 +20,7 @@ from node.runtime.metrics import WORK_BUCKETS, process_registry
 if TYPE_CHECKING:
     from node.protocol.admission import Verdict
 
-BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 
 
 def leader_registry(home: Home, *, leads: Callable[[], bool]) -> CollectorRegistry:

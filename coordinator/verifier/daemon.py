@@ -37,6 +37,7 @@ from node.policy.arrival import ArrivingPolicies
 from node.policy.file import Blueprint
 from node.policy.memory import share_heaps
 from node.protocol.admission import Verdict
+from node.protocol.run import SamplingSpec
 from node.runtime.service_manager import report_serving
 from node.runtime.signals import Stopped, race
 from node.verification.judge import JudgedClaim
@@ -56,7 +57,10 @@ CLAIM_SECONDS = 60.0
 MAX_CLAIM_SECONDS = 6 * 3600.0
 """How long claims are renewed: the longest that judging what was claimed together may take."""
 
-SUBMISSIONS_AT_ONCE = 8
+SUBMISSIONS_AT_ONCE, SMALL_SUBMISSIONS_AT_ONCE = 8, 32
+TOKENS_AT_ONCE = 64 * 1024
+"""The most of more submissions than SUBMISSIONS_AT_ONCE: a claim and a commit take as long as judging small ones."""
+
 RETRY_SECONDS = 1.0
 MAX_ENGINE_FAILURES = 5
 """Consecutive failures of the engine that end a verifier; the pauses between them double from RETRY_SECONDS on."""
@@ -285,7 +289,7 @@ class Verifier:
                 spec=self._home.spec,
                 now=verdicts.clock(),
                 seconds=CLAIM_SECONDS,
-                most=SUBMISSIONS_AT_ONCE,
+                most=submissions_at_once(self._home.spec.sampling),
             )
 
     async def _judge(self, claimed: Sequence[QueueItem], cache: PolicyCache) -> None:
@@ -387,3 +391,9 @@ class Verifier:
             until = verdicts.clock() + RETRY_SECONDS
             verdicts.defer(connection, claimed, until=until)
         self._metrics.deferred.inc()
+
+
+def submissions_at_once(sampling: SamplingSpec) -> int:
+    """Return how many submissions are judged together, by the most tokens that a run's rules allow each."""
+    tokens = sampling.max_prompt_tokens + sampling.group_size * (sampling.max_new_tokens + sampling.reply_tokens)
+    return min(max(SUBMISSIONS_AT_ONCE, TOKENS_AT_ONCE // tokens), SMALL_SUBMISSIONS_AT_ONCE)

@@ -1,0 +1,23 @@
+"""How many submissions a verifier judges together."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.verifier.daemon import submissions_at_once
+from node.protocol.run import SamplingSpec
+
+
+@pytest.mark.parametrize(
+    ("sampling", "number"),
+    [
+        (SamplingSpec(), 32),
+        (SamplingSpec(group_size=8, max_prompt_tokens=512, max_new_tokens=448), 16),
+        (SamplingSpec(group_size=16, max_prompt_tokens=1024, max_new_tokens=8192), 8),
+        (SamplingSpec(max_turns=16, max_reply_tokens=2**20), 8),
+    ],
+)
+def test_more_submissions_are_judged_together_where_the_rules_keep_them_small(
+    sampling: SamplingSpec, number: int
+) -> None:
+    assert submissions_at_once(sampling) == number
