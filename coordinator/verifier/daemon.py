@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -102,10 +103,15 @@ class Verifier:
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
         share_heaps()
+        # What modules define stays: each search of it for garbage takes as long as a hundred verdicts.
+        gc.freeze()
         torch.set_num_threads(self._settings.threads)
-        with contextlib.suppress(Stopped):
-            await self._use_datasets(await race(self._datasets(), stop))
-            await self._verify_until(stop)
+        try:
+            with contextlib.suppress(Stopped):
+                await self._use_datasets(await race(self._datasets(), stop))
+                await self._verify_until(stop)
+        finally:
+            gc.unfreeze()  # extension modules count at the end what they leaked
 
     async def _use_datasets(self, datasets: Mapping[str, Path]) -> None:
         environments = await asyncio.to_thread(load_environments, self._home.spec, datasets)
