@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated
 
 from msgspec import Meta
@@ -136,6 +137,11 @@ def limit_of(figure: str, limits: LimitsSpec) -> tuple[Reason, float]:
     return STATISTICS[name], {EVIDENCE: evidence_limit, DRIFT: drift_limit}[mark + kind](limits)
 
 
+@lru_cache(maxsize=16)
+def _limits_of_figures(limits: LimitsSpec) -> list[tuple[Reason, float]]:
+    return [limit_of(name, limits) for name in Figures.__struct_fields__]
+
+
 def judge_rows(rows: Mapping[int, Figures], *, limits: LimitsSpec) -> Finding | None:
     """Return the first failed check in the order of section 7; None if every row, by its number, is within limits.
 
@@ -145,9 +151,9 @@ def judge_rows(rows: Mapping[int, Figures], *, limits: LimitsSpec) -> Finding | 
     if not rows:
         raise ValueError("nothing was measured")
     each = [astuple(rows[row]) for row in sorted(rows)]
-    for name, values in zip(Figures.__struct_fields__, zip(*each, strict=True), strict=True):
-        reason, limit = limit_of(name, limits)
-        if all(-math.inf < value <= limit for value in values):  # NaN is neither
+    figures = zip(Figures.__struct_fields__, _limits_of_figures(limits), zip(*each, strict=True), strict=True)
+    for name, (reason, limit), values in figures:
+        if math.isfinite(sum(values)) and max(values) <= limit:  # then each of them is
             continue
         for row in sorted(rows):
             value = finite(getattr(rows[row], name))

@@ -126,9 +126,14 @@ class Dialogue:
     def piece_end(self, tokens: Sequence[int]) -> int | None:
         """Return where the next piece ends in the completion `tokens`; None where the completion does before it."""
         start, room = self.tokens, self.room
-        for end in range(start + 1, min(start + room, len(tokens)) + 1):
-            if self.rules.ends_turn(tokens, self.eos_ids, start=start, end=end):
-                return end
+        if self.rules.stop is None:  # `ends_turn` of each token takes three times as long
+            for end, token in enumerate(tokens[start : start + room], start + 1):
+                if token in self.eos_ids:
+                    return end
+        else:
+            for end in range(start + 1, min(start + room, len(tokens)) + 1):
+                if self.rules.ends_turn(tokens, self.eos_ids, start=start, end=end):
+                    return end
         return start + room if start + room < self.most and start + room <= len(tokens) else None
 
     def after(self, piece: Sequence[int]) -> tuple[int, ...] | None:

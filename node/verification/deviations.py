@@ -61,6 +61,9 @@ class Deviations:
         """Join a rollout's spans in order, and compare with its submitted log-probabilities."""
 
         def joined(name: str) -> list[Any]:
+            if len(spans) == 1:
+                found: list[Any] = getattr(spans[0], name)
+                return found
             return [value for span in spans for value in getattr(span, name)]
 
         return Deviations(
