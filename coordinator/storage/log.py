@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, func, insert, select
 
 from coordinator.errors import StorageFault
 from coordinator.storage import locks
-from coordinator.storage.prepared import Prepared, insert_into
+from coordinator.storage.prepared import Prepared, insert_into, run_all
 from coordinator.storage.schema import log_entries, log_nodes
 from node.protocol import merkle
 from node.protocol.messages import LogEntry
@@ -33,18 +33,23 @@ def append(connection: Connection, entry: LogEntry) -> int:
     locks.deciding(connection)
     leaf = encode(entry)
     index = size(connection)
-    _ADD_ENTRY.run(connection, {"index": index, "leaf": leaf})
     nodes = merkle.completed_nodes(index, merkle.leaf_hash(leaf), lambda level, at: _node(connection, level, at))
-    add_nodes(connection, nodes)
+    run_all(connection, [(_ADD_ENTRY, {"index": index, "leaf": leaf}), *_additions(nodes)])
     return index
 
 
 def add_nodes(connection: Connection, nodes: Sequence[tuple[int, int, bytes]]) -> None:
     """Store inner nodes of the Merkle tree as (level, index, hash)."""
+    run_all(connection, _additions(nodes))
+
+
+def _additions(nodes: Sequence[tuple[int, int, bytes]]) -> list[tuple[Prepared, dict[str, Any]]]:
+    found: list[tuple[Prepared, dict[str, Any]]] = []
     for start in range(0, len(nodes), NODES_AT_ONCE):
         some = nodes[start : start + NODES_AT_ONCE]
         values = {f"{column}_{n}": node[at] for n, node in enumerate(some) for at, column in enumerate(_NODE_COLUMNS)}
-        _adding(len(some)).run(connection, values)
+        found.append((_adding(len(some)), values))
+    return found
 
 
 @cache

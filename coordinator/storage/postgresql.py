@@ -57,21 +57,46 @@ class PreparedSession:
         changed = self._execute(text, parameters).command_tuples
         return -1 if changed is None else changed
 
+    def run_all(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> None:
+        """Execute statements without rows, all of which are sent before the first is waited for."""
+        sent = [(self._prepared(text), self._dumped(parameters)) for text, parameters in statements]
+        self._server.enter_pipeline_mode()
+        try:
+            for name, values in sent:
+                self._server.send_query_prepared(name, values)
+            self._server.pipeline_sync()
+            results = []
+            for _ in sent:
+                results.append(self._server.get_result())
+                self._server.get_result()  # None, which ends it
+            self._server.get_result()  # of the sync
+        finally:
+            self._server.exit_pipeline_mode()
+        for result in results:
+            self._checked(result)
+
     def command(self, text: bytes) -> None:
         """Execute a statement without parameters and rows that the server need not prepare."""
         self._checked(self._server.exec_(text))
 
     def _execute(self, text: str, parameters: Sequence[Any]) -> PGresult:
+        return self._checked(self._server.exec_prepared(self._prepared(text), self._dumped(parameters)))
+
+    def _prepared(self, text: str) -> bytes:
         name = self._names.get(text)
         if name is None:
             name = f"swarmproof_{len(self._names)}".encode()
             self._checked(self._server.prepare(name, text.encode()))
             self._names[text] = name
-        # As text, whose type the server knows: a number in binary would have to be of just the column's width.
-        values = self._transformer.dump_sequence(parameters, [self._text] * len(parameters))
-        return self._checked(self._server.exec_prepared(name, values))
+        return name
 
-    def _checked(self, result: PGresult) -> PGresult:
+    def _dumped(self, parameters: Sequence[Any]) -> Sequence[Any]:
+        # As text, whose type the server knows: a number in binary would have to be of just the column's width.
+        return self._transformer.dump_sequence(parameters, [self._text] * len(parameters))
+
+    def _checked(self, result: PGresult | None) -> PGresult:
+        if result is None:
+            raise self._errors.OperationalError("the connection broke")
         if result.status in self._succeeded:
             return result
         error = self._errors.error_from_result(result)

@@ -6,7 +6,7 @@ empty database), and a lease has ten of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,8 @@ class Prepared:
         changed: int = self._execute(connection, values, fetch=False)
         return changed
 
-    def _execute(self, connection: Connection, values: Mapping[str, Any], *, fetch: bool) -> Any:
+    def bound(self, connection: Connection, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        """Return the statement's text and parameters as the driver takes them."""
         lists = {name: value for name, value in values.items() if isinstance(value, list)}
         key = (connection.dialect.name, *map(len, lists.values()))
         query = self._queries.get(key)
@@ -88,17 +89,34 @@ class Prepared:
         given = {**query.constants, **values}
         for name, items in lists.items():
             given.update((f"{name}_{number}", item) for number, item in enumerate(items, 1))
-        parameters = [given[name] for name in query.order]
+        return query.text, [given[name] for name in query.order]
+
+    def _execute(self, connection: Connection, values: Mapping[str, Any], *, fetch: bool) -> Any:
+        text, parameters = self.bound(connection, values)
         try:
             if connection.dialect.name == "postgresql":
                 session = PreparedSession.of(connection)
-                return session.rows(query.text, parameters) if fetch else session.run(query.text, parameters)
+                return session.rows(text, parameters) if fetch else session.run(text, parameters)
             driver: Any = connection.connection.dbapi_connection
-            cursor = driver.execute(query.text, parameters)
+            cursor = driver.execute(text, parameters)
             return cursor.fetchall() if fetch else cursor.rowcount
         except connection.dialect.loaded_dbapi.Error as error:
             # Makes of it what SQLAlchemy raises for its own statements, and gives up a broken connection.
-            connection._handle_dbapi_exception(error, query.text, parameters, None, None)  # noqa: SLF001
+            connection._handle_dbapi_exception(error, text, parameters, None, None)  # noqa: SLF001
+
+
+def run_all(connection: Connection, statements: Sequence[tuple[Prepared, Mapping[str, Any]]]) -> None:
+    """Execute statements without rows in order; PostgreSQL is waited for once."""
+    if connection.dialect.name != "postgresql":
+        for statement, values in statements:
+            statement.run(connection, values)
+        return
+    bound = [statement.bound(connection, values) for statement, values in statements]
+    try:
+        PreparedSession.of(connection).run_all(bound)
+    except connection.dialect.loaded_dbapi.Error as error:
+        texts = "; ".join(text for text, _ in bound)
+        connection._handle_dbapi_exception(error, texts, None, None, None)  # noqa: SLF001
 
 
 def _compile(statement: Any, values: Mapping[str, Any], dialect: Dialect, *, with_lists: bool) -> _Query:

@@ -5,7 +5,7 @@ The rules are `node.protocol.standing`'s, which auditors reproduce from the log;
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import (
     ColumnElement,
@@ -62,18 +62,26 @@ def is_measured_in_full(standing: Standing, *, draw: float, staked: int, rules: 
     return staked < rules.stake or draw < standing.full_rate(rules)
 
 
-def apply_verdict(
-    connection: Connection, node: str, outcome: Outcome, *, full: bool, tokens: int, spec: RunSpec, now: float
+def apply_refusal(
+    connection: Connection, node: str, outcome: Outcome, *, full: bool, spec: RunSpec, now: float
 ) -> None:
-    """Update the node's standing and totals by a first verdict; a rejection starts a backoff."""
-    standing = standing_of(connection, node).after(outcome, full=full, rules=spec.standing)
-    values = {"of_node": node, "now_verified": standing.verified, "now_strikes": standing.strikes}
-    if outcome is Outcome.ADMITTED:
-        _ADD_ADMITTED.run(connection, values | {"gained": tokens})
-    else:
-        connection.execute(_ADD_REJECTED if outcome is Outcome.REJECTED else _SET_STANDING, values)
+    """Update the node's standing and totals by a first verdict that does not admit; a rejection starts a backoff."""
+    values = _after(connection, node, outcome, full=full, spec=spec)
+    connection.execute(_ADD_REJECTED if outcome is Outcome.REJECTED else _SET_STANDING, values)
     if outcome is Outcome.REJECTED:
         start_backoff(connection, node, batch=spec.batch, now=now)
+
+
+def admission(
+    connection: Connection, node: str, *, full: bool, tokens: int, spec: RunSpec
+) -> tuple[Prepared, dict[str, Any]]:
+    """Return the statement that updates the node's standing and totals by a first verdict that admits."""
+    return _ADD_ADMITTED, _after(connection, node, Outcome.ADMITTED, full=full, spec=spec) | {"gained": tokens}
+
+
+def _after(connection: Connection, node: str, outcome: Outcome, *, full: bool, spec: RunSpec) -> dict[str, Any]:
+    standing = standing_of(connection, node).after(outcome, full=full, rules=spec.standing)
+    return {"of_node": node, "now_verified": standing.verified, "now_strikes": standing.strikes}
 
 
 def revoke_admission(
@@ -82,7 +90,7 @@ def revoke_admission(
     """Undo an admission that a second verdict did not confirm; a rejection is a strike."""
     row = update(nodes).where(nodes.c.node == node)
     connection.execute(row.values(admitted=nodes.c.admitted - 1, tokens=nodes.c.tokens - tokens))
-    apply_verdict(connection, node, outcome, full=True, tokens=0, spec=spec, now=now)
+    apply_refusal(connection, node, outcome, full=True, spec=spec, now=now)
 
 
 def start_backoff(connection: Connection, node: str, *, batch: BatchSpec, now: float) -> None:

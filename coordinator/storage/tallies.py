@@ -78,12 +78,20 @@ def count_verdict(
     connection: Connection, kind: VerdictKind, verdict: Verdict, *, waited_seconds: float, now: float
 ) -> None:
     """Count one verdict made `now`, `waited_seconds` after its submission arrived."""
+    statement, values = counting(connection, kind, verdict, waited_seconds=waited_seconds, now=now)
+    statement.run(connection, values)
+
+
+def counting(
+    connection: Connection, kind: VerdictKind, verdict: Verdict, *, waited_seconds: float, now: float
+) -> tuple[Prepared, dict[str, Any]]:
+    """Return the statement of `count_verdict`, to be executed with others."""
     waited = max(0.0, waited_seconds)
     values = {"verdicts": 1, "tokens": verdict.tokens, "wait_seconds": waited, "longest_wait": waited}
     reason = "" if verdict.reason is None else verdict.reason.value
     key = {"kind": kind.value, "outcome": verdict.outcome.value, "reason": reason}
     starts = {f"start_{width}": _start(now, width) for width in WIDTHS}
-    _COUNT[connection.dialect.name].run(connection, {**starts, **key, **values})
+    return _COUNT[connection.dialect.name], {**starts, **key, **values}
 
 
 def _start(now: float, width: int) -> int:

@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, false, or_,
 from coordinator.storage import locks, log, pools, stakes, standing, tallies
 from coordinator.storage import verdict_statements as statements
 from coordinator.storage.counters import SETTLED, count_final, count_rejection
+from coordinator.storage.prepared import Prepared, run_all
 from coordinator.storage.progress import progress
 from coordinator.storage.schema import RECHECK_DUE, SlotState, SubmissionState, groups, submissions
 from coordinator.storage.tallies import VerdictKind
@@ -180,9 +181,10 @@ def record(
         if claimed.body != body:  # the true digest, where another was signed
             statements.SET_BODY.run(connection, {"name": claimed.submission, "new_body": claimed.body})
         verdict = _after_drift(connection, claimed, verdict, limits=spec.limits)
-        _record_first(connection, claimed, verdict, spec=spec, now=now, group=group, evidence=evidence)
-        kind = VerdictKind.FULL if verdict.spot is None else VerdictKind.SPOT
-        tallies.count_verdict(connection, kind, verdict, waited_seconds=now - received_at, now=now)
+        waited = now - received_at
+        _record_first(
+            connection, claimed, verdict, spec=spec, now=now, waited_seconds=waited, group=group, evidence=evidence
+        )
     if verdict.outcome is Outcome.REJECTED:
         standing.penalise(connection, claimed.node, submission=claimed.submission, spec=spec, now=now)
     return True
@@ -211,6 +213,7 @@ def _record_first(
     *,
     spec: RunSpec,
     now: float,
+    waited_seconds: float,
     group: str | None,
     evidence: str | None,
 ) -> None:
@@ -227,30 +230,38 @@ def _record_first(
         "evidence": evidence,
     }
     values = {f"new_{column}": decided[column] for column in statements.DECIDED}
-    statements.DECIDE.run(connection, {"name": claimed.submission, **values})
-    if verdict.outcome is Outcome.ADMITTED and isinstance(spec.batch.pools, PoolsSpec):
-        pools.note_group(connection, claimed.slot_id, verdict.rewards or (), head=progress(connection).head)
-    if verdict.outcome is Outcome.REJECTED:
-        count_rejection(connection, claimed.node, verdict.reason)
-    if verdict.outcome is not Outcome.ADMITTED:
-        _update_slot(connection, claimed, SlotState.OPEN)
-    elif spec.batch.only_signal and not has_signal(verdict.rewards or ()):
-        _update_slot(connection, claimed, SlotState.SET_ASIDE)
+    rewards, is_full = verdict.rewards or (), verdict.spot is None
+    state = _state_after(verdict, spec=spec)
+    kind = VerdictKind.FULL if is_full else VerdictKind.SPOT
+    counting = tallies.counting(connection, kind, verdict, waited_seconds=waited_seconds, now=now)
+    changes: list[tuple[Prepared, dict[str, Any]]] = [
+        (statements.DECIDE, {"name": claimed.submission, **values}),
+        (statements.UPDATE_SLOT, {"of_slot": claimed.slot_id, "new": state.value}),
+    ]
+    if verdict.outcome is Outcome.ADMITTED:
+        if isinstance(spec.batch.pools, PoolsSpec):
+            pools.note_group(connection, claimed.slot_id, rewards, head=progress(connection).head)
+        if state is SlotState.ADMITTED:
+            row = {"slot_id": claimed.slot_id, "submission": claimed.submission, "blob": group}
+            mean = sum(rewards) / len(rewards)
+            changes.append((statements.ADD_GROUP, row | {"reward_mean": mean, "signal": has_signal(rewards)}))
+        changes.append(standing.admission(connection, claimed.node, full=is_full, tokens=verdict.tokens, spec=spec))
+        run_all(connection, [*changes, counting])
     else:
-        _update_slot(connection, claimed, SlotState.ADMITTED)
-        rewards = verdict.rewards or ()
-        mean = sum(rewards) / len(rewards)
-        row = {"slot_id": claimed.slot_id, "submission": claimed.submission, "blob": group}
-        statements.ADD_GROUP.run(connection, row | {"reward_mean": mean, "signal": has_signal(rewards)})
-    standing.apply_verdict(
-        connection,
-        claimed.node,
-        verdict.outcome,
-        full=verdict.spot is None,
-        tokens=verdict.tokens,
-        spec=spec,
-        now=now,
-    )
+        run_all(connection, [*changes, counting])
+        if verdict.outcome is Outcome.REJECTED:
+            count_rejection(connection, claimed.node, verdict.reason)
+        standing.apply_refusal(connection, claimed.node, verdict.outcome, full=is_full, spec=spec, now=now)
+    if state in SETTLED:
+        count_final(connection, state)
+
+
+def _state_after(verdict: Verdict, *, spec: RunSpec) -> SlotState:
+    """Return what a first verdict makes of its slot."""
+    if verdict.outcome is not Outcome.ADMITTED:
+        return SlotState.OPEN
+    sets_aside = spec.batch.only_signal and not has_signal(verdict.rewards or ())
+    return SlotState.SET_ASIDE if sets_aside else SlotState.ADMITTED
 
 
 def _record_recheck(

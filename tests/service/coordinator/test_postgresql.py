@@ -20,7 +20,7 @@ import psycopg
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of, who
 from sqlalchemy import func, select
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from waiting import until
 
 from coordinator.errors import BadConfiguration
@@ -30,8 +30,9 @@ from coordinator.run.leader import Leader, last_leader, leader_thread
 from coordinator.storage import locks, verdicts, work
 from coordinator.storage.database import JobOutcome
 from coordinator.storage.faults import LockHeld, is_away
+from coordinator.storage.prepared import Prepared, insert_into, run_all
 from coordinator.storage.progress import progress
-from coordinator.storage.schema import leases, log_entries, slots, submissions
+from coordinator.storage.schema import facts, leases, log_entries, slots, submissions
 from coordinator.storage.verdicts import QueueItem
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.reasons import Reason, Refusal
@@ -361,6 +362,34 @@ def test_a_connection_that_breaks_under_a_prepared_statement_is_away_too(home: H
     assert is_away(raised.value)
     with home.database.write() as connection:
         locks.submitting(connection)
+
+
+NOTE = Prepared(insert_into(facts, "name", "value"))
+
+
+def noted(*names: str) -> list[tuple[Prepared, dict[str, str]]]:
+    return [(NOTE, {"name": name, "value": "x"}) for name in names]
+
+
+def test_statements_that_are_sent_together_are_executed_in_order_and_fail_as_one(home: Home) -> None:
+    count = select(func.count()).select_from(facts).where(facts.c.value == "x")
+    with pytest.raises(IntegrityError), home.database.write() as connection:
+        run_all(connection, noted("first", "second", "first", "third"))
+    with home.database.write() as connection:  # that same connection
+        run_all(connection, noted("first", "second"))
+        run_all(connection, [])
+        assert connection.execute(count).scalar_one() == 2
+
+
+def test_a_connection_that_breaks_under_statements_sent_together_is_away_too(home: Home, postgresql: Any) -> None:
+    with pytest.raises(OperationalError) as raised, home.database.write() as connection:
+        run_all(connection, noted("first"))
+        with psycopg.connect(postgresql.get_uri(), autocommit=True) as other:
+            other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [_name(home)])
+        run_all(connection, noted("second", "third"))
+    assert is_away(raised.value)
+    with home.database.write() as connection:
+        run_all(connection, noted("first", "second", "third"))
 
 
 def test_a_prepared_statement_outlives_what_is_rolled_back(home: Home) -> None:

@@ -98,7 +98,8 @@ def test_nothing_that_a_run_does_all_the_time_reads_all_that_ever_was(tmp_path: 
 @contextmanager
 def recorded() -> Iterator[dict[str, Any]]:
     """Statements and parameters of psycopg, a dictionary, and of `Prepared`, a list; by text."""
-    sent, execute, execute_prepared = dict[str, Any](), psycopg.Cursor.execute, PreparedSession._execute
+    sent, execute = dict[str, Any](), psycopg.Cursor.execute
+    execute_prepared, run_all = PreparedSession._execute, PreparedSession.run_all
 
     def note(self: Any, query: Any, params: Any = None, **more: Any) -> Any:
         sent.setdefault(str(query), params)
@@ -108,9 +109,15 @@ def recorded() -> Iterator[dict[str, Any]]:
         sent.setdefault(text, parameters)
         return execute_prepared(self, text, parameters)
 
+    def note_all(self: Any, statements: Any) -> None:
+        for text, parameters in statements:
+            sent.setdefault(text, parameters)
+        run_all(self, statements)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psycopg.Cursor, "execute", note)
         patch.setattr(PreparedSession, "_execute", note_prepared)
+        patch.setattr(PreparedSession, "run_all", note_all)
         yield sent
 
 
