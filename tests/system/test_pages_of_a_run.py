@@ -15,7 +15,7 @@ import torch
 from browsing import SCHEMES, WIDTHS, Tab, a_browser, needs_chromium, tab  # noqa: F401  (a fixture)
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from playwright.sync_api import Browser, Page
-from swarm import RUN_KEY, Swarm, learning, running, serve, worker_thread
+from swarm import RUN_KEY, Peer, Swarm, learning, running, serve, worker_thread
 from talking import SPEC, talkative_file
 from waiting import until
 
@@ -25,6 +25,7 @@ from coordinator.storage import training
 from node.environments.calculator import Calculator
 from node.keys.identity import node_id
 from node.protocol.admission import Outcome
+from node.protocol.messages import Lease
 from node.protocol.run import EnvironmentSpec
 
 pytestmark = [needs_chromium, pytest.mark.timeout(600)]
@@ -81,11 +82,13 @@ def newest(swarm: Swarm) -> int | None:
 def cheated(swarm: Swarm) -> tuple[str, str]:
     """Have a node change a token of an honest group; return it, and its submission."""
     # A new node has one slot at a time, and not every slot is of one turn.
-    peer, lease = next(
-        (peer, lease)
-        for peer, lease in ((peer, peer.lease()) for peer in iter(swarm.peer, None))
-        if swarm.expected(lease).ask is None
-    )
+    passed_over: list[tuple[Peer, Lease]] = []
+    peer = swarm.peer()
+    while swarm.expected(lease := peer.lease()).ask is not None:
+        passed_over.append((peer, lease))
+        peer = swarm.peer()
+    for other, unwanted in passed_over:  # or the last step would wait until their leases end
+        assert other.signed("POST", f"/v1/leases/{unwanted.lease_id}/return", b"").status == 200
     rollouts = swarm.honest(lease)
     tokens = list(rollouts[0].completion_ids)
     tokens[0] = 5 + (tokens[0] + 1) % 90
