@@ -36,6 +36,7 @@ def started(folder: Path, name: str, *arguments: str) -> Iterator[tuple[str, str
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("forked_commands")
 def test_a_second_history_gets_no_signature_of_a_witness_that_was_killed(tmp_path: Path) -> None:
     subprocess.run([*SWARMPROOF, "keys", "new", "run.key"], cwd=tmp_path, check=True, capture_output=True)
     public_key = load_key(tmp_path / "run.key").public_key().public_bytes_raw()
