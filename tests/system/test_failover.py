@@ -70,6 +70,8 @@ token_margin = 0.001
 rollout_margin_mean = 0.001
 logprob_error = 0.001
 """
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 GO_ON_SECONDS = 10.0
 START_SECONDS = 90.0
 SECONDS = 60.0
@@ -272,7 +274,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Iterator[Run]:
+def run(forked_commands: None, tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("failover")
     (folder / "run.toml").write_text(RUN_TOML)
     key = create_key(folder / "run.key")

@@ -165,7 +165,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(forked_commands: None, tmp_path: Path) -> Iterator[Scene]:
     (tmp_path / "run.toml").write_text(RUN_TOML)
     key: Ed25519PrivateKey = create_key(tmp_path / "run.key")
     _, spec = read_run_file(tmp_path / "run.toml")

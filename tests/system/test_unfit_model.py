@@ -17,6 +17,8 @@ from node.keys.identity import create_key
 from node.policy.errors import MalformedPolicy, UnreadablePolicy
 from node.policy.inspection import inspect_folder
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 
 def run_toml(folder: Path) -> Path:
     path = folder.parent / "run.toml"

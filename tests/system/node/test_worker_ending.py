@@ -72,6 +72,7 @@ async def ended(process):
     return await asyncio.to_thread(process.communicate, timeout=60)
 
 
+@pytest.mark.usefixtures("forked_commands")
 async def test_kill_9_between_generating_and_the_answer_loses_no_work(swarm):
     coordinator, state = swarm.coordinator, swarm.state
     uploads = []
