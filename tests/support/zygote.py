@@ -134,6 +134,7 @@ class ForkedPopen(subprocess.Popen[Any]):
     """
 
     zygote: Zygote
+    forks: bool
 
     def _execute_child(self, *arguments: Any) -> None:
         given, pass_fds, folder, environment = arguments[0], *arguments[4:7]
@@ -160,6 +161,7 @@ class ForkedPopen(subprocess.Popen[Any]):
             session=session or terminal,
             terminal=terminal,
             tied=launcher,
+            forks=self.forks,
         )
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -181,9 +183,9 @@ def forked_commands(zygote: Zygote) -> Iterator[None]:
         yield
 
 
-def forking(zygote: Zygote) -> type[ForkedPopen]:
-    """Return a Popen that asks `zygote`."""
-    return type("Popen", (ForkedPopen,), {"zygote": zygote})
+def forking(zygote: Zygote, *, forks: bool = False) -> type[ForkedPopen]:
+    """Return a Popen that asks `zygote`; if it `forks`, the processes that multiprocessing starts are forks, too."""
+    return type("Popen", (ForkedPopen,), {"zygote": zygote, "forks": forks})
 
 
 @pytest.fixture(scope="session")
@@ -217,3 +219,10 @@ def forked_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing.util, "spawnv_passfds", begin)
         yield
+
+
+@pytest.fixture
+def forked_vllm_commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start `python -m ...`, and vLLM's processes of those, as forks in one test; where it has a GPU, as they are."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(subprocess, "Popen", forking(request.getfixturevalue("vllm_zygote"), forks=True))

@@ -65,8 +65,7 @@ def become(request: dict[str, Any], received: list[int]) -> None:
     place_descriptors(dict(zip(request["descriptors"], received, strict=True)))
     if request["terminal"]:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    handle_signals_anew()
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -80,6 +79,12 @@ def become(request: dict[str, Any], received: list[int]) -> None:
     show_command([sys.executable, *request["arguments"]])
     if request["forks"]:
         multiprocessing.util.spawnv_passfds = fork_again
+
+
+def handle_signals_anew() -> None:
+    """Have the signals that end a program do what they do in a new one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def place_descriptors(wanted: dict[int, int]) -> None:
@@ -114,6 +119,8 @@ def fork_again(path: Any, args: Any, passfds: Any) -> int:
     pid = os.fork()
     if pid:
         return pid
+    signal.set_wakeup_fd(-1)  # an event loop's, whose number is another descriptor's from here on
+    handle_signals_anew()
     keep_only({0, 1, 2, *passfds})
     return run_and_exit(arguments[1:])
 

@@ -107,6 +107,7 @@ def test_ctrl_c_takes_back_a_start_of_the_engine(swarm: Swarm, tmp_path: Path) -
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.usefixtures("forked_vllm_commands")
 def test_a_second_ctrl_c_ends_the_daemon_at_once_and_its_engine_soon(swarm: Swarm, tmp_path: Path) -> None:
     state, log = tmp_path / "state", tmp_path / "log"
     daemon = start(swarm, state, log, grace=4 * AT_ONCE_SECONDS)
@@ -119,6 +120,7 @@ def test_a_second_ctrl_c_ends_the_daemon_at_once_and_its_engine_soon(swarm: Swar
     until(lambda: ended(processes), seconds=END_SECONDS, what=log.read_text)
 
 
+@pytest.mark.usefixtures("forked_vllm_commands")
 def test_the_engine_of_a_daemon_that_is_killed_ends_too(swarm: Swarm, tmp_path: Path) -> None:
     state, log = tmp_path / "state", tmp_path / "log"
     daemon = start(swarm, state, log)
