@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -19,6 +20,7 @@ import pytest
 import torch
 from fine_tuning import chat_folder, conversations, job_in, run_job, write_rows
 from locations import ROOT
+from ports import free_port
 from waiting import until
 
 from benchmarks.learning.loop import LearningTask, learn, spec_of
@@ -60,6 +62,24 @@ def trained(*told: Any, **given: Any) -> dict[str, Any]:
     return found
 
 
+def trained_by_torchrun(*told: Any) -> dict[str, Any]:
+    return trained(*told, launcher=TORCHRUN)
+
+
+def trained_by_two(*told: Any) -> dict[str, Any]:
+    """What the first of two processes says that have from their environment what torchrun would give them."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    started = [
+        subprocess.Popen(command(*told), env=environment() | world | rank, stdout=subprocess.PIPE, text=True)
+        for rank in ranks
+    ]
+    said = [each.communicate(timeout=SECONDS)[0] for each in started]
+    assert [each.returncode for each in started] == [0, 0]
+    found: dict[str, Any] = json.loads(said[0].splitlines()[-1])
+    return found
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     chat_folder(tmp_path / "model")
@@ -87,11 +107,17 @@ def test_a_killed_one_goes_on_with_the_same_command_to_the_same_bits(folder: Pat
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
 
 
-@pytest.mark.parametrize("chosen", [(), ("--lora", "4")], ids=["all weights", "adapters"])
-def test_two_processes_make_the_model_of_one(folder: Path, chosen: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "trained_by_both"),
+    [((), trained_by_torchrun), (("--lora", "4"), trained_by_two)],
+    ids=["all weights", "adapters"],
+)
+def test_two_processes_make_the_model_of_one(
+    folder: Path, chosen: tuple[str, ...], trained_by_both: Callable[..., dict[str, Any]]
+) -> None:
     """Whoever adds a GPU must get the same model sooner, and no other one."""
     alone = trained(folder, "alone", *SETTINGS, *chosen)
-    shared = trained(folder, "shared", *SETTINGS, *chosen, launcher=TORCHRUN)
+    shared = trained_by_both(folder, "shared", *SETTINGS, *chosen)
     for curve in ("losses", "held_out_losses"):
         assert shared[curve] == pytest.approx(alone[curve], rel=2e-4, abs=2e-5)
     left, right = (
