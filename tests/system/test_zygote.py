@@ -45,6 +45,25 @@ try:
 except KeyboardInterrupt:
     sys.exit("interrupted")
 """
+LOOPING = """
+import asyncio, json, multiprocessing, os, signal, threading
+
+def tell():
+    handlers = [str(signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)]
+    print(json.dumps([handlers, signal.set_wakeup_fd(-1), threading.active_count(), len(os.listdir("/proc/self/fd"))]))
+
+def start():
+    process = multiprocessing.get_context("spawn").Process(target=tell)
+    process.start()
+    process.join()
+
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print)
+    await asyncio.to_thread(start)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
 FAILING = "raise ValueError('a defect')"
 SUPERVISING = """
 import os, subprocess, sys
@@ -68,7 +87,7 @@ def popen() -> Iterator[type[subprocess.Popen[Any]]]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    for name, text in {"telling": PROGRAM, "waiting_one": WAITING, "failing": FAILING}.items():
+    for name, text in {"telling": PROGRAM, "waiting_one": WAITING, "looping": LOOPING, "failing": FAILING}.items():
         (tmp_path / f"{name}.py").write_text(text)
     return os.environ | {"PYTHONPATH": str(tmp_path), "OF_THE_TEST": "1"}
 
@@ -107,6 +126,21 @@ def test_it_is_found_by_its_command_and_ended_by_its_signals(
             assert shown == command
             process.send_signal(number)
             assert (process.wait(60), process.stderr.read()) == (code, said)
+
+
+def test_what_it_starts_by_multiprocessing_from_a_thread_knows_nothing_of_its_event_loop(
+    environment: dict[str, str],
+) -> None:
+    zygote = Zygote("json")
+    command = [sys.executable, "-m", "looping"]
+    found = []
+    for cls in (subprocess.Popen, forking(zygote, forks=True)):
+        with cls(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            found.append((process.communicate(timeout=60)[0], process.returncode))
+    zygote.close()
+    started, forked = found
+    assert forked == started
+    assert json.loads(forked[0])[1] == -1
 
 
 async def test_it_leads_the_terminal_that_it_is_given(
