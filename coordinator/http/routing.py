@@ -114,7 +114,7 @@ class SignedCall(Generic[BodyT]):
     async def execute(self, act: Callable[[Connection, str, BodyT], T]) -> T:
         """Verify the request and return `act(transaction, node, message)`; raises Refusal.
 
-        `act` runs in a thread, in the transaction that uses up the nonce.
+        `act` runs in the transaction that uses up the nonce; see `WriteQueue.run` for what it may do.
         """
         node, claim = open_request(self.envelope)
 

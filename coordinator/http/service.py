@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.connections import DEFAULT_CONNECTION_LIMITS, ConnectionQuota
 from coordinator.http.descriptor_watch import DescriptorWatch
@@ -50,6 +53,22 @@ class RequestLimits:
     registrations: int = 120
 
 
+class HistoryQueue:
+    """Has the log's history kept before receipts are sent, once for all that wait for it."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._keeping: asyncio.Future[None] | None = None
+
+    async def kept(self) -> None:
+        """Return once it was kept of late; in a thread, since it waits for the disk."""
+        if not self._coordinator.is_history_due:
+            return
+        if self._keeping is None or self._keeping.done():
+            self._keeping = asyncio.ensure_future(run_in_threadpool(self._coordinator.keep_history))
+        await asyncio.shield(self._keeping)
+
+
 class Service:
     """The run's coordinator with its rate limiters, caches and long-poll watchers."""
 
@@ -76,6 +95,7 @@ class Service:
         self.registrations = AddressLimiter(per_minute=limits.registrations)
         self.intake = intake_of(coordinator, self.writes)
         self.descriptors = DescriptorWatch(coordinator.descriptors, shutdown)
+        self.history = HistoryQueue(coordinator)
         self.verdicts = LogWatch(coordinator.log_size, coordinator.entries)
         self.figures = Cached(metrics.render)
         self.puzzle = Cached(lambda: encode(coordinator.puzzle(now=time.time())))

@@ -42,7 +42,7 @@ class SignedRequests:
         self._writes, self._reads = writes, reads
 
     async def execute(self, request: Request, node: str, claim: RequestClaim, act: Callable[[Connection], T]) -> T:
-        """Return `act(transaction)`, called in a thread in the transaction that uses up the nonce; raises Refusal.
+        """Return `act(transaction)`, called in the transaction that uses up the nonce; raises Refusal.
 
         A refused replay takes no token of the node's. While writes wait, a request that can only be refused does not
         join them: keys are free, and strangers would hold up the leases and deliveries of everybody else.

@@ -27,7 +27,7 @@ MOST_WAIT_SECONDS: Final = 20.0
 """After which a job is not begun: whoever waits for 30 s has gone (`node.client.http.ExchangeLimits`), and his lease
 would be held by nobody."""
 
-MOST_HERE: Final = 512
+MOST_HERE: Final = 128
 """Jobs in the event loop's thread, after which another executes those that wait: at the end of its transaction SQLite
 moves what is in the write-ahead log to where it belongs, and waits for the disk."""
 
@@ -71,8 +71,8 @@ class _JobQueue(abc.ABC):
 
         Raises TooManyRequests where it could not be begun within MOST_WAIT_SECONDS; nothing is done then.
 
-        Others wait for it, and perhaps the event loop: it reads no network, waits for no disk, and reads no file that
-        requests could have it read. It is called again where it would have waited for a lock, by itself, so that
+        Others wait for it, and perhaps the event loop: it reads no network, syncs nothing to a disk, and reads no file
+        that requests could have it read. It is called again where it would have waited for a lock, by itself, so that
         nobody else waits with it. The last of a request's jobs waits for those that are executed now, and not a second
         time for all others: it holds a body.
         """
@@ -121,9 +121,13 @@ class _JobQueue(abc.ABC):
 
     def _start(self, batch: list[_Waiting]) -> None:
         """Execute a batch in a thread."""
-        self._free_threads -= 1
         jobs, asked_at = [job for job, _, _ in batch], [asked_at for _, _, asked_at in batch]
-        execution = asyncio.get_running_loop().run_in_executor(self._threads, self._execute, jobs, asked_at)
+        try:
+            execution = asyncio.get_running_loop().run_in_executor(self._threads, self._execute, jobs, asked_at)
+        except RuntimeError as error:  # no thread can be started now
+            self._finish(batch, [JobOutcome(None, error)] * len(batch))
+            return
+        self._free_threads -= 1
         execution.add_done_callback(partial(self._end_thread, batch))
 
     def _end_thread(self, batch: list[_Waiting], execution: asyncio.Future[Any]) -> None:
@@ -154,7 +158,7 @@ class _JobQueue(abc.ABC):
         if self._busy_since is not None:
             seconds = (now - self._busy_since) / jobs
             self.seconds_each += (seconds - self.seconds_each) * jobs / MEASURED_OVER
-        self._busy_since = now if len(self) else None
+        self._busy_since = now if self._waiting or self._executing else None
 
     @abc.abstractmethod
     def _execute(self, jobs: Sequence[Callable[[], Any]], asked_at: Sequence[float]) -> list[JobOutcome[Any]]:
@@ -185,16 +189,21 @@ class _SyncQueue:
 
     def _start(self) -> None:
         self._syncing, self._waiting = self._waiting, []
-        syncing = asyncio.get_running_loop().run_in_executor(self._thread, self._database.sync)
+        try:
+            syncing = asyncio.get_running_loop().run_in_executor(self._thread, self._database.sync)
+        except RuntimeError as error:  # no thread can be started now
+            self._end(error)
+            return
         syncing.add_done_callback(self._finish)
 
     def _finish(self, syncing: asyncio.Future[None]) -> None:
-        synced, self._syncing = self._syncing, []
+        if not syncing.cancelled():
+            self._end(syncing.exception())
         if self._waiting:
             self._start()
-        if syncing.cancelled():
-            return
-        failure = syncing.exception()
+
+    def _end(self, failure: BaseException | None) -> None:
+        synced, self._syncing = self._syncing, []
         for done, outcome in synced:
             _tell(done, outcome if failure is None else JobOutcome(None, cast("Exception", failure)))
 

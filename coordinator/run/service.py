@@ -278,12 +278,13 @@ class Coordinator:
         return time.monotonic() >= self._history_due
 
     def keep_history(self) -> None:
-        """Keep a checkpoint before the next receipt is sent: it, too, is a promise that its entry stays."""
-        self._history_due = time.monotonic() + HISTORY_SECONDS
+        """Keep a checkpoint before a receipt is sent: it, too, is a promise that its entry stays."""
         try:
             self.checkpoint()
         except OSError as error:
             logger.warning("checkpoint not kept in %s, the next receipt tries again: %s", self.home.folder, error)
+        finally:
+            self._history_due = time.monotonic() + HISTORY_SECONDS
 
     def log_size(self) -> int:
         """Return the number of log entries."""

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Final
 
@@ -24,8 +24,9 @@ LEFTOVER_SECONDS = 600.0
 """Longer than any upload takes: older partial files are of killed processes."""
 _PIECE_BYTES = 1024 * 1024
 
-_CREATING: Final = threading.Lock()
-"""Threads that make files in one folder at the same time spin in the kernel: a twentieth of an API's processor time."""
+_MAKING: Final = threading.Lock()
+"""Threads that make files in one folder at the same time spin in the kernel, for 5 % of an API's processor time. The
+event loop, which makes those of large bodies, waits for none of them."""
 
 HELD_BYTES: Final = 128 * 1024
 """Of each body that arrives, in memory: of as many as there are connections, 128 MiB."""
@@ -62,7 +63,7 @@ class Incoming:
         self._is_synced = False
         if len(self._held) > HELD_BYTES:
             with self._lock:
-                self._write_held()
+                self._write_held(nullcontext())
 
     def sync(self) -> None:
         """Sync the bytes to disk, unless they are there, before the transaction that commits them.
@@ -71,14 +72,14 @@ class Incoming:
         """
         with self._lock:
             if not self._is_synced:
-                os.fsync(self._write_held().fileno())
+                os.fsync(self._write_held(_MAKING).fileno())
                 self._is_synced = True
 
-    def _write_held(self) -> IO[bytes]:
+    def _write_held(self, turn: AbstractContextManager[object]) -> IO[bytes]:
         if self._is_closed:
             raise ValueError("the blob is closed")
         if self._file is None:
-            with _CREATING:
+            with turn:
                 descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             self._file = os.fdopen(descriptor, "wb", buffering=0)
         while self._held:
@@ -90,9 +91,11 @@ class Incoming:
         with self._lock:
             self._is_closed = True
             if self._file is not None:
-                self._file.close()
-                if not self.is_committed:
-                    self._path.unlink(missing_ok=True)
+                try:
+                    self._file.close()
+                finally:
+                    if not self.is_committed:
+                        self._path.unlink(missing_ok=True)
 
     def commit(self) -> None:
         """Rename the synced file to its digest."""

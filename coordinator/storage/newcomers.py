@@ -1,16 +1,17 @@
 """How many slots nodes that are not proven have in flight, in all and at one place.
 
-A count reads a row for each of them. With thousands of workers in a run, all of them new at first, and a count for each
-lease, leases would take most of a coordinator's time. So a count of many rows is kept for a multiple of what it took,
-and each slot that is leased meanwhile is added to it: until it is counted again it is too high by what was handed in or
-back, and too low only by the slots of nodes that were proven and are not any more.
+A count reads a row for each slot in flight. With thousands of workers in a run, all of them new at first, and a count
+for each lease, leases would take most of a coordinator's time. So a count of many rows, of all places at once, is kept
+for a multiple of what it took, and each slot that is leased meanwhile is added to it: until it is made again it is too
+high by what was handed in or back, and too low only by the slots of nodes that were proven and are not any more.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import Connection, and_, bindparam, delete, func, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, update
+from sqlalchemy.sql import union_all
 
 from coordinator.storage.prepared import Prepared, insert_into
 from coordinator.storage.schema import leases, newcomers, nodes, submissions
@@ -18,67 +19,68 @@ from coordinator.storage.standing import is_unproven
 from coordinator.storage.work_statements import IS_ACTIVE, IS_WITHOUT_VERDICT
 
 FEW: Final = 64
-"""Rows that are counted each time; a test of the rules sees no count that was kept."""
+"""Slots in flight that are counted each time."""
 
 SECONDS_EACH: Final = 50e-6
-"""For how long a count is kept, for each row that it read: fifty times what it takes, 0.5 s with 10,000 workers."""
+"""For how long a count is kept, for each row that it read: some ten times what it takes, 0.5 s with 10,000 workers."""
 
-FORGOTTEN_AFTER_SECONDS: Final = 60.0
+MOST_SECONDS: Final = 2.0
+_ALL: Final = "all"
+"""No place, which are networks."""
 
-_EVERYWHERE: Final = ""
-
-_HELD, _UNJUDGED = (
-    select(func.count().label("rows"), func.count().filter(is_unproven()).label("taken"))
-    .where(condition, table.c.node == nodes.c.node)
-    .subquery()
-    for table, condition in ((leases, IS_ACTIVE), (submissions, and_(*IS_WITHOUT_VERDICT)))
+_IN_FLIGHT = union_all(
+    select(leases.c.node).where(IS_ACTIVE), select(submissions.c.node).where(and_(*IS_WITHOUT_VERDICT))
+).subquery()
+_OF_NODE = _IN_FLIGHT.c.node == nodes.c.node
+_COUNT = Prepared(
+    select(
+        func.count(),
+        func.count().filter(is_unproven()),
+        func.count().filter(is_unproven(), nodes.c.place == bindparam("of_place")),
+    ).where(_OF_NODE)
 )
-_COUNT = Prepared(select(_HELD.c.taken + _UNJUDGED.c.taken, _HELD.c.rows + _UNJUDGED.c.rows))
-
-_HELD_BY_NODE, _UNJUDGED_OF_NODE = (
-    select(func.count()).where(condition, table.c.node == nodes.c.node).correlate(nodes).scalar_subquery()
-    for table, condition in ((leases, IS_ACTIVE), (submissions, and_(*IS_WITHOUT_VERDICT)))
-)
-_COUNT_THERE = Prepared(  # node by node, or all that is in flight anywhere would be read
-    select(func.coalesce(func.sum(_HELD_BY_NODE + _UNJUDGED_OF_NODE), 0), func.count()).where(
-        nodes.c.place == bindparam("of_place"), is_unproven()
-    )
-)
-_KEPT = Prepared(
-    select(newcomers.c.taken, newcomers.c.rows, newcomers.c.counted_at).where(
-        newcomers.c.place == bindparam("of_place")
+_DROP = Prepared(delete(newcomers))
+_KEEP_PLACES = Prepared(
+    insert(newcomers).from_select(
+        ["place", "taken", "rows", "counted_at"],
+        select(nodes.c.place, func.count(), bindparam("of_rows"), bindparam("now"))
+        .where(_OF_NODE, is_unproven(), nodes.c.place != "")
+        .group_by(nodes.c.place),
     )
 )
 _KEEP = Prepared(insert_into(newcomers, "place", "taken", "rows", "counted_at"))
-_DROP = Prepared(delete(newcomers).where(newcomers.c.place == bindparam("of_place")))
-_FORGET = Prepared(delete(newcomers).where(newcomers.c.counted_at < bindparam("before")))
+_KEPT = Prepared(
+    select(newcomers.c.place, newcomers.c.taken, newcomers.c.rows, newcomers.c.counted_at).where(
+        newcomers.c.place.in_([_ALL, bindparam("of_place")])
+    )
+)
 _ADD = Prepared(
     update(newcomers)
-    .where(newcomers.c.place.in_([_EVERYWHERE, bindparam("of_place")]))
+    .where(newcomers.c.place == bindparam("of_place"))
     .values(taken=newcomers.c.taken + bindparam("more"))
 )
 
 
-def taken_slots(connection: Connection, place: str | None = None, *, now: float) -> int:
-    """Return how many slots nodes that are not proven hold or have submitted without a verdict, in all or at `place`.
+def taken_slots(connection: Connection, place: str, *, now: float) -> tuple[int, int]:
+    """Return how many slots nodes that are not proven hold or have submitted without a verdict, in all and at `place`.
 
-    Called in the transaction of a lease.
+    Called in the transaction of a lease, which excludes others.
     """
-    where = {"of_place": _EVERYWHERE if place is None else place}
-    kept = _KEPT.first(connection, where)
-    if kept is not None:
-        taken, rows, counted_at = kept
-        if 0 <= now - counted_at < SECONDS_EACH * rows:
-            return int(taken)
-    ((taken, rows),) = _COUNT.rows(connection) if place is None else _COUNT_THERE.rows(connection, where)
-    if kept is not None:
-        _DROP.run(connection, where)
+    kept = {row[0]: row[1:] for row in _KEPT.rows(connection, {"of_place": place})}
+    if _ALL in kept:
+        taken, rows, counted_at = kept[_ALL]
+        if 0 <= now - counted_at < min(SECONDS_EACH * rows, MOST_SECONDS):
+            return int(taken), int(kept[place][0]) if place in kept else 0
+        _DROP.run(connection)
+    ((rows, taken, there),) = _COUNT.rows(connection, {"of_place": place})
     if rows > FEW:
-        _KEEP.run(connection, {"place": where["of_place"], "taken": taken, "rows": rows, "counted_at": now})
-        _FORGET.run(connection, {"before": now - FORGOTTEN_AFTER_SECONDS})
-    return int(taken)
+        _KEEP_PLACES.run(connection, {"of_rows": rows, "now": now})
+        _KEEP.run(connection, {"place": _ALL, "taken": taken, "rows": rows, "counted_at": now})
+    return int(taken), int(there)
 
 
-def note_leased(connection: Connection, place: str, slots: int) -> None:
-    """Add slots leased to a node that is not proven to the counts that are kept."""
-    _ADD.run(connection, {"of_place": place, "more": slots})
+def note_leased(connection: Connection, place: str, slots: int, *, now: float) -> None:
+    """Add slots that were leased to a node that is not proven to the count, if one is kept."""
+    added = {"of_place": _ALL, "more": slots}
+    if _ADD.run(connection, added) and place and not _ADD.run(connection, added | {"of_place": place}):
+        _KEEP.run(connection, {"place": place, "taken": slots, "rows": 0, "counted_at": now})

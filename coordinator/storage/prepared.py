@@ -55,7 +55,7 @@ class Prepared:
     written out: where one might be what an index is limited to, SQLite plans anew at each execution with a parameter.
     """
 
-    def __init__(self, statement: Select[Any] | Insert | Update | Delete | TextClause) -> None:
+    def __init__(self, statement: Select[*tuple[Any, ...]] | Insert | Update | Delete | TextClause) -> None:
         self._statement = statement
         self._queries: dict[tuple[Any, ...], _Query] = {}
 

@@ -119,7 +119,6 @@ nodes = Table(
     Index(None, "rejected", "node"),
     Index(None, "seen_at", "node"),
     Index(None, "strikes"),
-    Index(None, "place"),
 )
 
 newcomers = Table(
@@ -130,7 +129,7 @@ newcomers = Table(
     Column("rows", Integer, nullable=False),
     Column("counted_at", Double, nullable=False),
 )
-"""Counts of the slots that nodes which are not proven have in flight (`storage.newcomers`); "" is everywhere."""
+"""Counts of the slots that nodes which are not proven have in flight (`storage.newcomers`)."""
 
 profiles = Table(
     "profiles",

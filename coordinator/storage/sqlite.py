@@ -214,7 +214,7 @@ def prepare(engine: Engine, lock: ProcessLock, *, synchronous: str, waits: bool 
     def _connect(raw: Any, _record: Any) -> None:
         raw.isolation_level = None  # _begin executes BEGIN
         cursor = raw.cursor()
-        for setting in ("journal_mode=WAL", f"synchronous={synchronous}", "foreign_keys=ON", *waiting):
+        for setting in (*waiting, "journal_mode=WAL", f"synchronous={synchronous}", "foreign_keys=ON"):
             cursor.execute(f"PRAGMA {setting}")
         cursor.close()
 

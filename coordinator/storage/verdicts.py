@@ -80,12 +80,14 @@ def claim(
     Claims last `seconds`, unless they are renewed. Rechecks that training waits for come first, then others, then the
     oldest version, which is the first that training cannot use any more, then by arrival. So verifiers load a policy
     once for all that waits under it, and nothing waits for a version that is older. One that was claimed MAX_ATTEMPTS
-    times is claimed alone: where it ends its verifier, it uses up no claims of others. From then on it also waits until
+    times is claimed alone, and before that with a quarter of the others each time: where it ends its verifier, it uses
+    up few claims of others. From then on it also waits until
     its claim ends, whoever has it: a verifier that ends within a second of each start would give it up within seconds.
     """
     over = progress(connection).is_over(spec)
     asked = {"now": now, "farthest": now + 2 * seconds, "claimer": verifier, "most_attempts": MAX_ATTEMPTS}
     rows = connection.execute(statements.CLAIMABLE, asked | {"most": most}).all()
+    rows = rows[: max(1, most >> 2 * max((row.attempts for row in rows), default=0))]
     taken = [
         _claimed(connection, row, verifier=verifier, spec=spec, over=over)
         for row in takewhile(lambda row: row is rows[0] or _goes_with(row, rows[0]), rows)

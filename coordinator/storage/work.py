@@ -90,7 +90,7 @@ def lease(
     if quota.most_leases:
         most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=quota.address))
     place = place_of(quota.address)
-    if not standing.proven:
+    if not standing.proven and most > 0 and wait <= 0:
         most = min(most, _unproven_capacity(connection, at, spec=spec, place=place, now=now))
     wanted = min(request.slots, most)
     if wait > 0 or wanted <= 0 or at.head < 0 or at.is_over(spec):
@@ -107,7 +107,7 @@ def lease(
         chosen += open_new(connection, at=at, manifest=manifest, most=most, lacks=lacks, spec=spec, now=now)
     granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
     if granted and not standing.proven:
-        newcomers.note_leased(connection, place, len(granted))
+        newcomers.note_leased(connection, place, len(granted), now=now)
     return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
 
 
@@ -159,7 +159,7 @@ def overtake(connection: Connection, lease_id: str, holder: str, *, spec: RunSpe
 
 
 def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
-    """Expire overdue leases: reopen their slots, and start a backoff of their nodes as for a rejection.
+    """Expire overdue leases, some at a time: reopen their slots, and start a backoff of their nodes as for a rejection.
 
     Leases issued while this machine's clock was ahead expire, too.
     """
@@ -305,10 +305,9 @@ def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, p
     """Return how many more slots unproven nodes of a place may take: together half of all, so that free keys cannot
     crowd out others, and of one place no more than PLACE_SHARE times what is free.
     """
-    free = _unproven_share(at, spec=spec) - newcomers.taken_slots(connection, now=now)
-    if not place or free <= 0:
-        return free
-    return min(free, PLACE_SHARE * free - newcomers.taken_slots(connection, place, now=now))
+    taken, there = newcomers.taken_slots(connection, place, now=now)
+    free = _unproven_share(at, spec=spec) - taken
+    return min(free, PLACE_SHARE * free - there) if place and free > 0 else free
 
 
 def newcomers_capacity(connection: Connection, spec: RunSpec) -> int:

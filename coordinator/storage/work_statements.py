@@ -46,6 +46,10 @@ MOST_FAILURES = 2
 """Failures of a slot after which unproven nodes, and a node that let it lapse so often, do not get it."""
 
 
+MOST_ENDED = 64
+"""Overdue leases that one request ends: after an outage all of them are, and everybody would wait for it."""
+
+
 def _one_of(column: Column[str], *values: str) -> ColumnElement[bool]:
     return or_(*(column == value for value in values))
 
@@ -118,6 +122,7 @@ LEASE, LOCKED_LEASE = Prepared(_LEASE), Prepared(_LEASE.with_for_update(of=lease
 OVERDUE = Prepared(
     select(leases.c.lease, leases.c.node)
     .where(_IS_OVERDUE)
+    .limit(MOST_ENDED)
     # A lease whose submission is being committed is in time.
     .with_for_update(skip_locked=True)
 )

@@ -38,7 +38,7 @@ from node.policy.arrival import ArrivingPolicies
 from node.policy.file import Blueprint
 from node.policy.memory import share_heaps
 from node.protocol.admission import Verdict
-from node.protocol.run import SamplingSpec
+from node.protocol.run import RunSpec
 from node.runtime.service_manager import report_serving
 from node.runtime.signals import Stopped, race
 from node.verification.judge import JudgedClaim
@@ -98,7 +98,6 @@ class Verifier:
         self._engine_failures = 0
         self._has_fetched_again = False
         self._unreleased: list[QueueItem] = []
-        self._keeping: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
@@ -210,8 +209,6 @@ class Verifier:
             if pause:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), pause)
-        with contextlib.suppress(DatabaseAway, OSError):  # the log extends what was kept before
-            await self._history_kept()
 
     async def _wait_for_engine(self, error: EngineAway, stop: asyncio.Event) -> None:
         """Pause before the engine is tried again; raises EngineFailed after MAX_ENGINE_FAILURES in a row."""
@@ -259,8 +256,7 @@ class Verifier:
                         await self._defer_all(claimed)
                     raise
             self._engine_failures = 0
-        else:
-            await self._history_kept()
+            await asyncio.to_thread(self._history.keep_current, self._home.database)
         return bool(claimed)
 
     @contextlib.asynccontextmanager
@@ -295,7 +291,7 @@ class Verifier:
                 spec=self._home.spec,
                 now=verdicts.clock(),
                 seconds=CLAIM_SECONDS,
-                most=submissions_at_once(self._home.spec.sampling),
+                most=submissions_at_once(self._home.spec),
             )
 
     async def _judge(self, claimed: Sequence[QueueItem], cache: PolicyCache) -> None:
@@ -321,18 +317,9 @@ class Verifier:
             judged.append((one, found))
         if judged:
             blueprints = await self._blueprints(judged, cache)
-            await self._history_kept()
             await asyncio.to_thread(self._recorder.record, judged, blueprints, published)
-            # Its waits for the disk go on beside the next batch, of which nothing is recorded before them.
-            self._keeping = asyncio.create_task(asyncio.to_thread(self._history.keep_current, self._home.database))
         if away is not None:
             raise away
-
-    async def _history_kept(self) -> None:
-        """Wait until the log is kept as the last recorded batch left it; raises DatabaseAway or OSError."""
-        if (keeping := self._keeping) is not None:
-            self._keeping = None
-            await keeping
 
     def _read(
         self, claimed: Sequence[QueueItem]
@@ -399,7 +386,13 @@ class Verifier:
         self._metrics.deferred.inc()
 
 
-def submissions_at_once(sampling: SamplingSpec) -> int:
-    """Return how many submissions are judged together, by the most tokens that a run's rules allow each."""
-    tokens = sampling.max_prompt_tokens + sampling.group_size * (sampling.max_new_tokens + sampling.reply_tokens)
+def submissions_at_once(spec: RunSpec) -> int:
+    """Return how many submissions are judged together, by the most tokens that a run's rules allow each.
+
+    No more than SUBMISSIONS_AT_ONCE where an environment may take its time for each.
+    """
+    sampling = spec.sampling
+    if spec.has_packages or sampling.reply_tokens:
+        return SUBMISSIONS_AT_ONCE
+    tokens = sampling.max_prompt_tokens + sampling.group_size * sampling.max_new_tokens
     return min(max(SUBMISSIONS_AT_ONCE, TOKENS_AT_ONCE // tokens), SMALL_SUBMISSIONS_AT_ONCE)

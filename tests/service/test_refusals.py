@@ -17,6 +17,7 @@ import zstandard
 from swarm import INSTANCE, Swarm, running, small_spec
 from waiting import until
 
+from coordinator.storage.folder_blobs import HELD_BYTES
 from node.protocol.admission import Outcome
 from node.protocol.messages import LeaseRequest
 from node.protocol.reasons import Reason
@@ -259,7 +260,7 @@ def test_upload_that_is_refused_at_its_end_leaves_no_file(swarm: Swarm) -> None:
     """The lease is given back while its upload is under way: the disk must not fill with what nobody judges."""
     peer = swarm.peer()
     lease = peer.lease()
-    path, body = f"/v1/submissions/{lease.lease_id}", b"x" * 5000
+    path, body = f"/v1/submissions/{lease.lease_id}", b"x" * (HELD_BYTES + 5000)
     header, envelope = sign_request(peer.claim("PUT", path, body), key=peer.key)
     where = urlsplit(swarm.url)
     with socket.create_connection((where.hostname, where.port), timeout=60) as connection:

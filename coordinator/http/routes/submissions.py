@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from starlette.concurrency import run_in_threadpool
 
 from coordinator.http.intake import Submitter
 from coordinator.http.load_shedding import RETRY_SECONDS, RequestClass
@@ -107,8 +106,7 @@ async def receipt(request: Request) -> Response:
                 found = await service.reads.run(read_receipt)
     if isinstance(found, Pending):
         return Response(encode(found), status_code=202, media_type=endpoints.JSON)
-    if service.coordinator.is_history_due:  # apart: it is written to a file of its own
-        await run_in_threadpool(service.coordinator.keep_history)
+    await service.history.kept()
     return respond_bytes(endpoints.RECEIPT, found)
 
 

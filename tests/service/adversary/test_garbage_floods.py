@@ -205,7 +205,7 @@ def test_the_policy_that_was_loaded_last_goes_on(policy: Policy) -> None:
     probed = next(row for row, one in enumerate(group) if len(one.segments) == 2)
     (found,) = decide([claim_of(group)], policies, probe=first_is(probed))
     assert found.verdict.outcome is Outcome.ADMITTED
-    assert policies.measured == [OLD, NEW, NEW, OLD]
+    assert policies.measured == [OLD, NEW, OLD]
     assert found.logprobs is not None
     for ours, one in zip(found.logprobs, group, strict=True):
         assert ours == pytest.approx(one.logprobs, abs=1e-5)

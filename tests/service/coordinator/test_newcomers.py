@@ -1,4 +1,4 @@
-"""Thousands of nodes that are all new: what they have in flight is not counted for each lease, and its limits hold."""
+"""Thousands of nodes at once, all of them new: no lease waits for what each of them has, and the limits hold."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of
+from sqlalchemy import func, select
 
 from coordinator.run.home import create_home
 from coordinator.storage import newcomers
+from coordinator.storage.schema import LeaseState, leases
 from node.protocol.admission import Outcome
 
 NODES = 60
@@ -36,7 +38,7 @@ def actors(tmp_path: Path, database_url: str | None, monkeypatch: pytest.MonkeyP
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A one for each count of all that is in flight."""
     counts, rows = list[int](), newcomers._COUNT.rows
-    monkeypatch.setattr(newcomers._COUNT, "rows", lambda connection: counts.append(1) or rows(connection))
+    monkeypatch.setattr(newcomers._COUNT, "rows", lambda *given: counts.append(1) or rows(*given))
     return counts
 
 
@@ -65,10 +67,10 @@ def test_attack_any_number_of_new_keys_of_one_place_leave_others_their_share(
 
 
 def test_what_new_nodes_gave_back_or_were_admitted_for_is_given_out_again_a_little_later(actors: Actors) -> None:
-    leases = ask(actors)
-    for node, lease in leases[:4]:
+    given = ask(actors)
+    for node, lease in given[:4]:
         actors.give_back(node, lease)
-    for node, lease in leases[4:10]:
+    for node, lease in given[4:10]:
         actors.submit(node, lease.lease_id)
         assert actors.decide(actors.claim(), Outcome.ADMITTED)
     assert actors.lease("59", held=(0,)) == [], "as far as is known"
@@ -78,7 +80,31 @@ def test_what_new_nodes_gave_back_or_were_admitted_for_is_given_out_again_a_litt
 
 
 def test_a_clock_that_is_set_back_keeps_no_count_for_ever(actors: Actors) -> None:
-    leases = ask(actors)
+    given = ask(actors)
     actors.now -= 10
-    actors.give_back(*leases[0])
+    actors.give_back(*given[0])
     assert len(actors.lease("59", held=(0,))) == 1
+
+
+def test_leases_that_lapse_all_at_once_hold_up_no_request_for_all_of_them(
+    tmp_path: Path, database_url: str | None
+) -> None:
+    """After an outage a coordinator would answer nobody while it ends thousands."""
+    spec = spec_of(groups_per_step=40)
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec, database_url=database_url)
+    actors = Actors(home)
+    actors.register(*map(str, range(NODES)))
+    actors.publish(0)
+    held = sum(len(actors.lease(str(node), held=(0,), count=3)) for node in range(NODES))
+    actors.now += spec.batch.lease_seconds + 1
+    active = select(func.count()).where(leases.c.state == LeaseState.ACTIVE)
+    for _ in range(held // 64 + 1):
+        with home.database.read() as connection:
+            before = connection.execute(active).scalar_one()
+        given = len(actors.lease("0", held=(0,)))
+        with home.database.read() as connection:
+            assert connection.execute(active).scalar_one() >= before + given - 64
+    with home.database.write() as connection:
+        overdue = connection.execute(active.where(leases.c.expires_at <= actors.now)).scalar_one()
+    assert overdue == 0
+    home.database.close()

@@ -674,7 +674,7 @@ def test_renewed_claims_are_nobody_elses_until_they_end_and_what_was_lost_is_not
     def claim(verifier: str, *, at: float) -> list[QueueItem]:
         with home.database.write() as connection:
             return verdicts.claim(
-                connection, verifier=verifier, spec=home.spec, now=actors.now + at, seconds=30.0, most=8
+                connection, verifier=verifier, spec=home.spec, now=actors.now + at, seconds=30.0, most=32
             )
 
     def renew(claimed: list[QueueItem], *, at: float) -> None:

@@ -120,6 +120,39 @@ async def test_a_slow_disk_holds_up_none_but_those_whose_writes_must_be_on_it(
     assert syncs == [True, True], "one for those that waited, and one for whoever came meanwhile"
 
 
+async def test_the_time_in_which_nothing_is_asked_is_nobodys(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a quiet hour everybody would be told that there is too much to do, and to come again in a minute."""
+    clock, on_disk, queue = [0.0], threading.Event(), WriteQueue(database)
+    monkeypatch.setattr(write_queue.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(database._wal, "sync", lambda: on_disk.wait(20))
+    durable = asyncio.create_task(queue.run(writer(database, 1)))
+    await in_turn()
+    await queue.run(lambda: None)  # which ends while the other one waits for the disk
+    on_disk.set()
+    await durable
+    clock[0] = 3600.0
+    await queue.run(lambda: None)
+    assert queue.seconds_each == 0.0
+
+
+@pytest.mark.parametrize("where", ["a batch", "a sync"])
+async def test_where_no_thread_can_be_started_the_queue_goes_on_as_soon_as_one_can(
+    database: Database, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A limit of processes that is reached for a second would end a coordinator's writes for good."""
+    queue, loop = WriteQueue(database), asyncio.get_running_loop()
+    with ExitStack() as held, monkeypatch.context() as patch:
+        patch.setattr(loop, "run_in_executor", Mock(side_effect=RuntimeError("can't start new thread")))
+        if where == "a batch":
+            held.enter_context(database.write(durable=False))
+        with pytest.raises(RuntimeError):
+            await queue.run(writer(database, 1))
+    assert await queue.run(writer(database, 2)) == 2
+    assert len(queue) == 0
+
+
 async def test_a_disk_that_fails_is_told_to_those_whose_writes_must_be_on_it(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

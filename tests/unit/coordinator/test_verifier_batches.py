@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from coordinator.verifier.daemon import submissions_at_once
-from node.protocol.run import SamplingSpec
+from node.protocol.environment_spec import FileSpec, PackageSpec
+from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec
+
+ARITHMETIC = EnvironmentSpec(name="arithmetic")
 
 
 @pytest.mark.parametrize(
@@ -20,4 +23,10 @@ from node.protocol.run import SamplingSpec
 def test_more_submissions_are_judged_together_where_the_rules_keep_them_small(
     sampling: SamplingSpec, number: int
 ) -> None:
-    assert submissions_at_once(sampling) == number
+    assert submissions_at_once(RunSpec(name="test", environments=(ARITHMETIC,), sampling=sampling)) == number
+
+
+def test_an_environment_that_may_take_its_time_holds_up_few_others() -> None:
+    package = PackageSpec(name="slow", version="1", lock=FileSpec(digest="0" * 64, bytes=1))
+    slow = EnvironmentSpec(name="slow", package=package)
+    assert submissions_at_once(RunSpec(name="test", environments=(ARITHMETIC, slow))) == 8

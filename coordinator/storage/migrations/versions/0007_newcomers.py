@@ -1,4 +1,4 @@
-"""Keep counts of what nodes that are not proven have in flight, and find nodes by their place."""
+"""Keep counts of the slots that nodes which are not proven have in flight."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ def upgrade() -> None:
         sa.Column("counted_at", sa.Double, nullable=False),
         sa.PrimaryKeyConstraint("place", name="pk_newcomers"),
     )
-    # The first step makes the tables as schema.py has them, so that it may be there.
-    op.create_index("ix_nodes_place", "nodes", ["place"], if_not_exists=True)
 
 
 def downgrade() -> None:
-    op.drop_index("ix_nodes_place", "nodes")
     op.drop_table("newcomers")
