@@ -1,7 +1,8 @@
 """Norms by the root mean square in two kernels, where transformers' modules launch eight.
 
-The numbers are theirs: mean and quotient in float32, rounded to the model's dtype, times the weight. Where layers are
-narrow, a GPU waits for the launches and not for the products.
+The numbers are theirs: mean and quotient in float32, rounded to the model's dtype, times the weight. On a CPU they are
+the same to the last bit; a GPU's kernel may add in another order, as its products do. Where layers are narrow, a GPU
+waits for the launches and not for the products.
 """
 
 from __future__ import annotations
