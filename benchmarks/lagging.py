@@ -35,7 +35,7 @@ def counted_waits() -> Iterator[list[str]]:
     """
     waits: list[str] = []
     pinned = set[int]()
-    to, clone = Tensor.to, Tensor.clone
+    to, clone, assign = Tensor.to, Tensor.clone, Tensor.__setitem__
 
     def pin(tensor: Tensor) -> Tensor:
         copy = clone(tensor)
@@ -50,14 +50,25 @@ def counted_waits() -> Iterator[list[str]]:
             waits.append("to")
         return moved
 
+    def checked_assign(tensor: Tensor, places: Any, value: Any) -> None:
+        # At places that tensors name, a number is copied to the device first.
+        if tensor.device == META and not isinstance(value, Tensor) and _has_tensor(places):
+            waits.append("__setitem__")
+        assign(tensor, places, value)
+
     with contextlib.ExitStack() as stack:
         for name, stand_in in _READINGS.items():
             stack.enter_context(patch.object(Tensor, name, _noting(waits, name, getattr(Tensor, name), stand_in)))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(patch.object(torch, name, _noting_copies(waits, name, getattr(torch, name))))
         stack.enter_context(patch.object(Tensor, "to", checked_to))
+        stack.enter_context(patch.object(Tensor, "__setitem__", checked_assign))
         stack.enter_context(patch.object(Tensor, "pin_memory", pin))
         yield waits
+
+
+def _has_tensor(places: Any) -> bool:
+    return any(isinstance(place, Tensor) for place in (places if isinstance(places, tuple) else (places,)))
 
 
 def _noting(

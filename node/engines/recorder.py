@@ -153,7 +153,8 @@ class Recorder:
             [slot.position for slot in batch_rows],
             temperature=self._temperature,
         )
-        logits[rows, choice.tokens] = torch.finfo(logits.dtype).max
+        # A number would be copied to the device, which waits for it; this one is made there.
+        logits[rows, choice.tokens] = logits.new_full((), torch.finfo(logits.dtype).max)
         if self._proves:
             self._record(batch_rows, hidden if whole else hidden[rows], choice.tokens, choice.logprobs)
         return logits
