@@ -25,6 +25,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
+from node.engines.device import add_products_in_float32
 from node.engines.recorder import DecodeRow, Recorder
 from node.engines.vllm_processes import end_with_owner
 from node.engines.vllm_runners import RunnerRow, RunnerStep, RunnerV1, RunnerV2, ours_of
@@ -71,8 +72,9 @@ class ForcedSampling(LogitsProcessorV1, LogitsProcessorV2):
     """
 
     def __init__(self, vllm_config: VllmConfig, *_: Any) -> None:  # noqa: ARG002
-        # Our first code in each worker process, before it loads weights.
+        # Our first code in each worker process, before it loads weights and captures graphs.
         end_with_owner()
+        add_products_in_float32()
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
