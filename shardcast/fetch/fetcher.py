@@ -98,6 +98,11 @@ class _Meter:
         self.total += file.payload.payload_bytes
         self.done += file.payload.payload_bytes - missing
 
+    def give_up(self, file: PayloadFile) -> None:
+        """Expect no more of a file: what is missing is fetched by another way, which is counted there."""
+        self.total -= file.missing_bytes
+        self.done = min(self.done, self.total)
+
     def arrived(self, length: int) -> None:
         self.done = min(self.total, self.done + length)
         self.fetched += length
@@ -392,4 +397,8 @@ class Fetcher:
             meter.arrived(length)
 
         download = Download(file, sources=self._sources, transport=self._transport, arrived=arrived, limits=limits)
-        await download.run()
+        try:
+            await download.run()
+        except ShardcastError:
+            meter.give_up(file)
+            raise

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.lab.redteam.relay_behaviours import Behaviour, HostileExchange, HostileRelay, hang, response
-from shardcast import DeltaSettings
+from shardcast import DeltaSettings, VersionProgress
 from shardcast.errors import NetworkFault, PeerFault
 from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS
 from tests.support.waiting import eventually
@@ -77,7 +77,9 @@ async def test_an_auditor_of_all_versions_fetches_one_whole(swarm: Any) -> None:
 async def test_a_relay_that_is_away_does_not_hide_the_way(swarm: Any) -> None:
     url, _ = await archived(swarm)
     client = swarm.client("http://127.0.0.1:9", url)
-    assert (await client.fetch_archived(5, timeout_s=60)).read_bytes() == contents(5)
+    seen = list[VersionProgress]()
+    assert (await client.fetch_archived(5, timeout_s=60, progress=seen.append)).read_bytes() == contents(5)
+    assert SIZE < seen[-1].total_bytes < 1.1 * SIZE, "what was asked for in vain is not waited for"
 
 
 async def invented(exchange: HostileExchange) -> None:
