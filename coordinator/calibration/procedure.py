@@ -98,9 +98,7 @@ class CalibrationSettings:
 
     @property
     def shared_vllm(self) -> Mapping[str, Any]:
-        """The settings of each vLLM: where the verifier is one, it stays while a worker's draws."""
-        if self.verifier != "vllm":
-            return self.vllm
+        """The settings of each vLLM: the verifier's prefill, of whatever engine, stays while a worker's draws."""
         utilization = self.vllm.get("gpu_memory_utilization", VllmSettings().gpu_memory_utilization)
         return {**self.vllm, "gpu_memory_utilization": utilization / 2}
 
