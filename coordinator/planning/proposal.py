@@ -21,9 +21,14 @@ MOST_PROMPT_TOKENS: Final = 1024
 RATES: Final = ((1_000_000_000, 1e-6), (50_000_000, 3e-6))
 """Learning rates by the least number of parameters (docs/training.md); smaller policies keep the default."""
 SKETCH_STEP_16_BITS: Final = 0.06
-LOGPROB_ERROR_16_BITS: Final = 2.0
-"""For deep policies in 16 bits, until they are calibrated: honest work of 4 billion parameters on a GPU was 0.06 of a
-state's rms and 0.54 nats off (docs/gpu.md), more than the defaults allow."""
+LIMITS_16_BITS: Final = {
+    "exponent_mismatches": 64.0,
+    "token_margin": 3.0,
+    "rollout_margin_mean": 0.5,
+    "logprob_error": 3.0,
+}
+"""For deep policies in 16 bits, until they are calibrated: some twice what vLLM's honest work of 4 billion parameters
+was off on a GPU (docs/gpu.md), where the defaults rejected most of it."""
 
 
 def first_spec(shape: ModelShape, *, initial: str, context: int | None, group_size: int | None) -> RunSpec:
@@ -43,7 +48,7 @@ def first_spec(shape: ModelShape, *, initial: str, context: int | None, group_si
     training, limits = msgspec.structs.replace(spec.training, learning_rate=rate), spec.limits
     if getattr(torch, shape.dtype).itemsize < torch.float32.itemsize:
         proofs = msgspec.structs.replace(proofs, sketch_step=SKETCH_STEP_16_BITS)
-        limits = msgspec.structs.replace(limits, logprob_error=LOGPROB_ERROR_16_BITS)
+        limits = msgspec.structs.replace(limits, **LIMITS_16_BITS)
     return msgspec.structs.replace(spec, proofs=proofs, training=training, limits=limits)
 
 
@@ -62,7 +67,7 @@ def proposed_values(plan: RunPlan) -> tuple[tuple[str, str, str | int | float, s
         ("batch", "lease_seconds", spec.batch.lease_seconds, f"a planned worker takes {slot:.0f} s for a full group"),
         ("batch", "max_leases_per_node", spec.batch.max_leases_per_node, "twice what it decodes at once, or more"),
         ("limits", "max_submission_bytes", spec.limits.max_submission_bytes, "a full group fits, uncompressed"),
-        ("limits", "logprob_error", spec.limits.logprob_error, "nats, until it is calibrated"),
+        *(("limits", name, getattr(spec.limits, name), "until it is calibrated") for name in LIMITS_16_BITS),
         (
             "training",
             "learning_rate",
