@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that is tested and measured on a GPU, in one command and at most twenty minutes:
+# Everything that is tested and measured on a GPU, in one command and at most twenty-five minutes:
 #
 #   benchmarks/gpu.sh              the tests that need a GPU, then what is measured on one, by vLLM where it is installed
 #   benchmarks/gpu.sh --no-gpu     the same parts at the smallest sizes on a CPU: tries this script, measures nothing
@@ -74,6 +74,7 @@ if [[ $smallest == yes ]]; then
     honest=("${sizes[@]}" --completions 16 --warm-start 0.01)
     step=(--hidden 64 --layers 1 --rounds 1)
     realsize=(--only swarm --layers 1 --vocabulary 2000)
+    draws=(--run benchmarks/data/realsize-gpu.toml --only engines --layers 1 --vocabulary 2000 --groups 1 --threads 1)
     parts=(--only verify step --no-peer --layers 1 --step-layers 1 --vocabulary 2000 --rounds 1)
     rounds=1
 else
@@ -86,6 +87,7 @@ else
     step=(--device cuda --family qwen3 --hidden 1024 --layers 28 --vocabulary 65536 --groups 8 --prompt 512
         --completion 1024 --row-tokens 8192 --autocast bfloat16 --recompute --rounds 5)
     realsize=(--device cuda --run benchmarks/data/realsize-gpu.toml --only swarm --patience 240)
+    draws=(--device cuda --run benchmarks/data/realsize-gpu.toml --only engines --groups 6)
     parts=(--device cuda --run benchmarks/data/realsize-gpu.toml --only verify step --no-peer
         --step-layers 28 --groups 8 --row-tokens 8192)
     rounds=20
@@ -100,6 +102,7 @@ part 60 step "$python" -m benchmarks.step --json "${step[@]}"
 # installed, compiles for up to two minutes.
 part 400 "a run" "$python" -m benchmarks.realsize --json "${realsize[@]}"
 part 150 "a run's parts" "$python" -m benchmarks.realsize --json "${parts[@]}"
+part 300 "a run's engines" "$python" -m benchmarks.realsize --json "${draws[@]}"
 engine=vllm
 if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'; then
     engine=torch

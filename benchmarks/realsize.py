@@ -15,6 +15,10 @@ disk's or the memory's bandwidth and operations over the rate of matrix products
 **verify**: `verify_share_of_matmul_peak`, what the products of a prefill would take over what verification takes;
 and `honest_deviation`, how far the groups' projected states are off, relative to a state's root mean square.
 
+**engines**: by torch and, where it is installed, vLLM, tokens a second with proofs, how far honest states are off (as
+`honest_deviation`), the largest of other figures, and groups that the run's limits reject; and those of weights of 8
+bits. Not part of the whole.
+
 **step**: `step_share_of_matmul_peak`, the time that a GRPO step's useful operations would take at the rate of one large
 product of their dtype over the step's, with as many threads, and `step_vs_trl`, the seconds of TRL's GRPOTrainer for
 the same policy and batch over ours, in turn; of `--step-layers` layers, with which both fit into memory together.
@@ -41,7 +45,7 @@ import torch
 
 from benchmarks.peers import FOLDER, PeerUnavailable
 from benchmarks.report import make_parser, report, say, usable_cores
-from benchmarks.sizing import policy, step, tables, verification
+from benchmarks.sizing import engines, policy, step, tables, verification
 from benchmarks.sizing.machine import Bandwidth, bandwidth, matmul_rate
 from benchmarks.sizing.swarm import RealSwarm, rules
 from benchmarks.train import TRL, trl_python
@@ -55,6 +59,8 @@ OTHERS: Final = {
 }
 """Figures of other benchmarks, by their names."""
 PARTS: Final = ("swarm", "verify", "step", *OTHERS)
+ENGINES: Final = "engines"
+"""A part for a GPU: a CPU's figures flatter, since both sides round alike."""
 KEYS: Final = {
     "swarm": tables.KEYS,
     "verify": ("verify_share_of_matmul_peak",),
@@ -103,6 +109,22 @@ def verify(options: argparse.Namespace, folder: Path) -> Findings:
         path, options.run.read_text(), groups=options.rounds, threads=options.threads, device=options.device
     )
     return in_child(verification.measure, task), {}, {}
+
+
+def draw(options: argparse.Namespace, folder: Path) -> Findings:
+    """Draw and measure honest groups by each engine."""
+    path = folder / "engines.safetensors"
+    in_child(policy.write_file, path, device=options.device, **shape(options))
+    installed = ("torch", "vllm") if find_spec("vllm") is not None else ("torch",)
+    task = engines.EnginesTask(
+        path,
+        options.run.read_text(),
+        engines=installed,
+        groups=options.groups,
+        threads=options.threads,
+        device=options.device,
+    )
+    return in_child(engines.measure_engines, task), {}, {}
 
 
 def train(options: argparse.Namespace, folder: Path) -> Findings:
@@ -178,12 +200,12 @@ def measure(options: argparse.Namespace, folder: Path) -> Findings:
     """Go through the parts that were asked for; what was not is null."""
     figures: dict[str, Any] = {key: None for keys in KEYS.values() for key in keys}
     notes, sections = {}, {}
-    for part in PARTS:
+    for part in (*PARTS, ENGINES):
         if part not in options.only:
-            notes |= dict.fromkeys(KEYS[part], f"{part} was not asked for")
+            notes |= dict.fromkeys(KEYS.get(part, ()), f"{part} was not asked for")
             continue
         say(f"{part} begins")
-        own = {"swarm": swarm, "verify": verify, "step": train}.get(part)
+        own = {"swarm": swarm, "verify": verify, "step": train, ENGINES: draw}.get(part)
         found = other(part) if own is None else own(options, folder)
         figures |= found[0]
         notes |= found[1]
@@ -194,7 +216,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Findings:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument(
+        "--only", nargs="+", choices=(*PARTS, ENGINES), default=PARTS, metavar="PART", help=", ".join((*PARTS, ENGINES))
+    )
     parser.add_argument("--run", type=Path, default=RUN_TOML, help=f"its run.toml ({RUN_TOML.name})")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="of trainer, verifier, worker and auditor"
@@ -206,7 +230,7 @@ def main() -> None:
     )
     parser.add_argument("--vocabulary", type=int, default=policy.VOCABULARY)
     parser.add_argument("--prompt", type=int, default=76, help="tokens of a prompt in step")
-    parser.add_argument("--groups", type=int, default=4, help="of a batch in step")
+    parser.add_argument("--groups", type=int, default=4, help="of a batch in step, and of each engine's in engines")
     parser.add_argument("--row-tokens", type=int, default=ROW_TOKENS, help="that ours packs into a row in step")
     parser.add_argument("--rounds", type=int, default=2, help="timed steps, and verified groups")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of torch in each process")

@@ -23,7 +23,6 @@ from coordinator.calibration.sketch_step import error_of
 from node.engines.base import requests_for
 from node.engines.device import find_device
 from node.engines.torch import TorchEngine
-from node.policy.bfloat16 import PackedStates
 from node.policy.file import Policy, load_policy
 from node.policy.skeleton import unique_tensors
 from node.protocol.admission import Outcome
@@ -104,6 +103,9 @@ def floor_seconds(rollouts: list[Rollout], policy: Policy, rates: dict[torch.dty
     drawn token, summed in float32 as the protocol has it; at the rate of float32, unless this CPU sums products of the
     dtype so.
     """
+    # Its llvmlite in the main module would break the processes of vLLM for the CPU, which look at every loaded module.
+    from node.policy.bfloat16 import PackedStates  # noqa: PLC0415
+
     layers = sum(tensor.numel() for name, tensor in unique_tensors(policy.model).items() if ".layers." in name)
     drawn = sum(len(rollout.completion_ids) for rollout in rollouts)
     in_layers = 2.0 * layers * (len(rollouts[0].prompt_ids) + drawn) / rates[policy.model.dtype]

@@ -192,14 +192,20 @@ CASES = {
         equal={"random_programs": 40, "replies_differ": 0},
     ),
     "realsize": Case(
-        "--only swarm verify step --layers 2 --step-layers 1 --vocabulary 8192 --rounds 1 --threads 1 --no-peer",
+        "--only swarm verify step engines "
+        "--layers 2 --step-layers 1 --vocabulary 8192 --rounds 1 --threads 1 --no-peer",
         """parameters step_vs_trl step_share_of_matmul_peak verify_share_of_matmul_peak worker_peak_over_policy
         verifier_peak_over_policy relay_peak_mib publish_extra_tensors fsdp_rank_peak_over_share
         fsdp_step_peak_over_share
         chunked_head_extra_gib checkpoint_stall_share disk_copies_worker delta_end_to_end_s honest_groups_rejected
         audit_exit_code""",
         needs=["reasoning_gym"],
-        equal={"honest_groups_rejected": 0, "verify_groups_rejected": 0, "audit_exit_code": 0},
+        equal={
+            "honest_groups_rejected": 0,
+            "verify_groups_rejected": 0,
+            "torch_groups_rejected": 0,
+            "audit_exit_code": 0,
+        },
         sections=["roles", "stages"],
     ),
     "reasoning": Case(
