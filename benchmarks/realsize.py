@@ -16,8 +16,8 @@ disk's or the memory's bandwidth and operations over the rate of matrix products
 and `honest_deviation`, how far the groups' projected states are off, relative to a state's root mean square.
 
 **engines**: by torch and, where it is installed, vLLM, tokens a second with proofs, how far honest states are off (as
-`honest_deviation`), the largest of other figures, and groups that the run's limits reject; and those of weights of 8
-bits. Not part of the whole.
+`honest_deviation`), the largest of other figures, and groups that the run's limits reject; the same of groups that a
+cheat draws with weights of 8 bits. Only where it is asked for.
 
 **step**: `step_share_of_matmul_peak`, the time that a GRPO step's useful operations would take at the rate of one large
 product of their dtype over the step's, with as many threads, and `step_vs_trl`, the seconds of TRL's GRPOTrainer for

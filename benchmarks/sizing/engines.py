@@ -24,6 +24,7 @@ from coordinator.calibration.sketch_step import error_of
 from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.trial import try_groups
 from coordinator.calibration.workers import HonestWorker, make_workers
+from node.engines.base import SampleRequest
 from node.engines.device import find_device
 from node.policy.file import Policy, inspect_policy, load_policy
 from node.protocol.run import RunSpec, parse_run_toml
@@ -43,7 +44,7 @@ VLLM: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class EnginesTask:
-    """A policy file, its run's run.toml, and how many groups each engine draws at each of AT_ONCE."""
+    """A policy file, its run's run.toml, and how many groups each engine draws at each of AT_ONCE, at least."""
 
     policy: Path
     run_toml: str
@@ -66,19 +67,23 @@ class _Engines:
         self.figures: dict[str, Any] = {}
 
     async def honest(self, worker: HonestWorker) -> None:
-        """Draw and measure one worker's groups."""
+        """Draw and measure one worker's groups; the first one warms up."""
         name, drawn = worker.name.split()[0], list[list[Rollout]]()
         started = time.perf_counter()
         async with worker.running(self._spec, self._task.policy) as engine:
             say(f"engines: {name} holds the policy after {time.perf_counter() - started:.1f} s")
+            await draw(engine, self._requests(1), at_once=1)
             for at_once in AT_ONCE:
-                requests = [self._slots.requests(slot) for slot in self._slots.allocate(self._task.groups)]
+                requests = self._requests(max(self._task.groups, at_once))
                 started = time.perf_counter()
                 groups = await draw(engine, requests, at_once=at_once)
                 tokens = sum(len(one.completion_ids) for group in groups for one in group)
                 self.figures[f"{name}_tokens_per_s_{at_once}_at_once"] = tokens / (time.perf_counter() - started)
                 drawn += groups
         self._measure(name, drawn)
+
+    def _requests(self, groups: int) -> list[list[SampleRequest]]:
+        return [self._slots.requests(slot) for slot in self._slots.allocate(groups)]
 
     async def cheat(self, folder: Path) -> None:
         """Draw and measure groups with weights of 8 bits."""

@@ -27,8 +27,8 @@ LIMITS_16_BITS: Final = {
     "rollout_margin_mean": 0.5,
     "logprob_error": 3.0,
 }
-"""For deep policies in 16 bits, until they are calibrated: some twice what vLLM's honest work of 4 billion parameters
-was off on a GPU (docs/gpu.md), where the defaults rejected most of it."""
+"""For policies in 16 bits, until they are calibrated: wide enough for vLLM's honest work of 4 billion parameters on a
+GPU (docs/gpu.md), most of which the defaults rejected; so wide that another temperature passes."""
 
 
 def first_spec(shape: ModelShape, *, initial: str, context: int | None, group_size: int | None) -> RunSpec:

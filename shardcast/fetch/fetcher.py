@@ -399,6 +399,6 @@ class Fetcher:
         download = Download(file, sources=self._sources, transport=self._transport, arrived=arrived, limits=limits)
         try:
             await download.run()
-        except ShardcastError:
+        except BaseException:  # also one that is cancelled because another delta of its chain failed
             meter.give_up(file)
             raise
