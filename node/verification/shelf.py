@@ -92,6 +92,7 @@ class PolicyShelf:
 
     async def _load(self, path: Path, *, version: int, streamed: bool) -> Prefill | None:
         """Load a policy; return None, having given back what was loaded of it, where memory is used up."""
+        prefill: Prefill | None
         try:
             prefill = await self._prefills.prefill(path, version=version, streamed=streamed)
             # Of nothing: an engine that loads on use does so now, where its failure is of no submission.
@@ -99,10 +100,9 @@ class PolicyShelf:
         except EngineFailed as error:
             if error.code != OUT_OF_MEMORY:
                 raise
-        else:
-            return prefill
-        free_memory()
-        return None
+            prefill = None
+        free_memory()  # what a load leaves in heaps, too: of a large vocabulary's tokenizer some tens of MB
+        return prefill
 
     @property
     def _open(self) -> list[Hashable]:
