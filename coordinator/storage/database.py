@@ -24,7 +24,7 @@ from coordinator.errors import BadConfiguration
 from coordinator.storage import locks, postgresql, sqlite
 from coordinator.storage.faults import DatabaseAway, LockHeld, is_lock_held
 from coordinator.storage.leadership import FileLeadership, Leadership, SessionLeadership
-from coordinator.storage.prepared import Prepared
+from coordinator.storage.prepared import Prepared, fence
 from coordinator.storage.timings import Transaction, TransactionTimer
 from node.runtime.extras import install_hint
 
@@ -177,9 +177,10 @@ class Database:
         with self._transaction(durable=False, asked_at=asked_at) as connection:
             locks.together(connection, leasing=leasing)
             outcomes = self._write_in(connection, jobs)
+            fence(connection)
             is_sync_due = any(outcome.is_sync_due for outcome in outcomes)
             if is_sync_due and self._wal is None:  # its own commit is the flush
-                _DURABLE.run(connection)
+                _DURABLE.send(connection)
         if is_sync_due and self._wal is not None:
             self.sync()
         return outcomes
@@ -272,14 +273,16 @@ class Database:
 @contextmanager
 def _savepoint(connection: Connection) -> Iterator[Connection]:
     """Undo what the block wrote in `connection` if it raises."""
-    _SAVEPOINT.run(connection)
+    fence(connection)
+    _SAVEPOINT.send(connection)
     try:
         yield connection
     except BaseException as error:
         if isinstance(error, DatabaseAway) and not is_lock_held(error):
             raise  # nothing can be undone, and the whole transaction ends
+        fence(connection)
         _ROLL_BACK.run(connection)
-        _RELEASE.run(connection)
+        _RELEASE.send(connection)
         raise
     if connection.dialect.name == "sqlite":  # which keeps the pages before each; PostgreSQL's ends with the commit
         _RELEASE.run(connection)

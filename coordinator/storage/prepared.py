@@ -6,9 +6,9 @@ empty database), and a lease has ten of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from sqlalchemy import (
     BindParameter,
@@ -27,9 +27,10 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.sql import visitors
 from sqlalchemy.sql.compiler import SQLCompiler
 
-from coordinator.storage.postgresql import PreparedSession
+from coordinator.storage.postgresql import PreparedSession, converting
 
 NOTHING: Mapping[str, Any] = {}
+Rows: TypeAlias = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,9 @@ class Prepared:
         self._statement = statement
         self._queries: dict[tuple[Any, ...], _Query] = {}
 
-    def rows(self, connection: Connection, values: Mapping[str, Any] = NOTHING) -> list[tuple[Any, ...]]:
+    def rows(self, connection: Connection, values: Mapping[str, Any] = NOTHING) -> Rows:
         """Execute and return all rows."""
-        found: list[tuple[Any, ...]] = self._execute(connection, values, fetch=True)
+        found: Rows = self._execute(connection, values, fetch=True)
         return found
 
     def first(self, connection: Connection, values: Mapping[str, Any] = NOTHING) -> tuple[Any, ...] | None:
@@ -78,6 +79,19 @@ class Prepared:
         """Execute a statement without rows; return how many it changed."""
         changed: int = self._execute(connection, values, fetch=False)
         return changed
+
+    def send(self, connection: Connection, values: Mapping[str, Any] = NOTHING) -> Callable[[], Rows]:
+        """Execute, on PostgreSQL with the next statement whose result is asked for; return what waits for the rows.
+
+        Where nobody calls that, the next statement or the commit raises the error of this one.
+        """
+        if connection.dialect.name != "postgresql":
+            found = self.rows(connection, values)
+            return lambda: found
+        text, parameters = self.bound(connection, values)
+        session = PreparedSession.of(connection)
+        sent = converting(connection, text, lambda: session.send(text, parameters))
+        return lambda: converting(connection, text, lambda: session.rows(sent))
 
     def bound(self, connection: Connection, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
         """Return the statement's text and parameters as the driver takes them."""
@@ -96,7 +110,8 @@ class Prepared:
         try:
             if connection.dialect.name == "postgresql":
                 session = PreparedSession.of(connection)
-                return session.rows(text, parameters) if fetch else session.run(text, parameters)
+                sent = session.send(text, parameters)
+                return session.rows(sent) if fetch else session.changed(sent)
             driver: Any = connection.connection.dbapi_connection
             cursor = driver.execute(text, parameters)
             return cursor.fetchall() if fetch else cursor.rowcount
@@ -107,16 +122,16 @@ class Prepared:
 
 def run_all(connection: Connection, statements: Sequence[tuple[Prepared, Mapping[str, Any]]]) -> None:
     """Execute statements without rows in order; PostgreSQL is waited for once."""
-    if connection.dialect.name != "postgresql":
-        for statement, values in statements:
-            statement.run(connection, values)
-        return
-    bound = [statement.bound(connection, values) for statement, values in statements]
-    try:
-        PreparedSession.of(connection).run_all(bound)
-    except connection.dialect.loaded_dbapi.Error as error:
-        texts = "; ".join(text for text, _ in bound)
-        connection._handle_dbapi_exception(error, texts, None, None, None)  # noqa: SLF001
+    for statement, values in statements:
+        statement.send(connection, values)
+    if connection.dialect.name == "postgresql":
+        converting(connection, None, PreparedSession.of(connection).flush)
+
+
+def fence(connection: Connection) -> None:
+    """Have what was sent before fail as an unavailable database, and not as the statements that follow."""
+    if connection.dialect.name == "postgresql":
+        PreparedSession.of(connection).fence()
 
 
 def _compile(statement: Any, values: Mapping[str, Any], dialect: Dialect, *, with_lists: bool) -> _Query:

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, bindparam, delete, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from coordinator.storage.database import Database
-from coordinator.storage.prepared import Prepared, insert_into
+from coordinator.storage.prepared import Prepared, fence, insert_into
 from coordinator.storage.schema import nonces
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
@@ -40,12 +40,13 @@ class SignedRequestLog:
         failure: Exception | None = None
         with self._database.write(durable=False) as connection:
             self._insert(connection, nonce, now=now)
-            _SAVEPOINT.run(connection)
+            _SAVEPOINT.send(connection)
             try:
                 yield connection
             except OperationalError:
                 raise
             except Exception as error:  # noqa: BLE001  (raised again below)
+                fence(connection)
                 _ROLL_BACK.run(connection)
                 failure = error
         if failure is not None:

@@ -392,6 +392,120 @@ def test_a_connection_that_breaks_under_statements_sent_together_is_away_too(hom
         run_all(connection, noted("first", "second", "third"))
 
 
+def test_whoever_waits_with_statements_sent_together_holds_up_no_other_thread(home: Home) -> None:
+    """The event loop would answer nobody for as long as a lock is held, and whoever has it could not give it back."""
+    with ThreadPoolExecutor(1) as pool:
+        with home.database.write() as connection:
+            run_all(connection, noted("first"))
+
+            def note() -> None:
+                with home.database.write() as other:
+                    run_all(other, noted("second", "first"))
+
+            waiting = pool.submit(note)
+            begun = time.monotonic()
+            while time.monotonic() < begun + 0.5:
+                time.sleep(0.01)
+            assert not waiting.done()
+            assert time.monotonic() < begun + 5.0
+        with pytest.raises(IntegrityError):
+            waiting.result(20)
+
+
+def test_statements_larger_than_what_the_network_takes_at_once_are_sent_together(home: Home) -> None:
+    large = "x" * 2**23
+    with home.database.write() as connection:
+        run_all(connection, [(NOTE, {"name": name, "value": large}) for name in "abc"])
+    with home.database.read() as connection:
+        assert connection.execute(select(func.count()).where(facts.c.value == large)).scalar_one() == 3
+
+
+COUNT = Prepared(select(func.count()).select_from(facts).where(facts.c.value == "x"))
+
+
+def test_a_statement_that_was_sent_is_executed_before_the_next_one(home: Home) -> None:
+    with home.database.write() as connection:
+        before = COUNT.send(connection)
+        NOTE.send(connection, {"name": "first", "value": "x"})
+        assert COUNT.scalar(connection) == 1
+        NOTE.send(connection, {"name": "second", "value": "x"})
+        assert connection.execute(select(func.count()).where(facts.c.value == "x")).scalar_one() == 2
+        NOTE.send(connection, {"name": "third", "value": "x"})
+        assert before() == [(0,)]
+    with home.database.read() as connection:
+        assert COUNT.scalar(connection) == 3
+
+
+@pytest.mark.parametrize("by", ["the next one", "SQLAlchemy's", "the commit"])
+def test_the_error_of_a_statement_that_was_sent_is_raised_and_nothing_is_written(home: Home, by: str) -> None:
+    with home.database.write() as connection:
+        run_all(connection, noted("first"))
+    with pytest.raises(IntegrityError), home.database.write() as connection:
+        run_all(connection, noted("second"))
+        NOTE.send(connection, {"name": "first", "value": "x"})
+        if by == "the next one":
+            COUNT.rows(connection)
+        elif by == "SQLAlchemy's":
+            connection.execute(select(facts))
+    with home.database.read() as connection:
+        assert COUNT.scalar(connection) == 1
+
+
+def test_what_was_sent_in_a_transaction_that_is_rolled_back_is_not_sent_in_the_next_one(home: Home) -> None:
+    with pytest.raises(ZeroDivisionError), home.database.write() as connection:
+        NOTE.send(connection, {"name": "first", "value": "x"})
+        raise ZeroDivisionError
+    with home.database.write() as connection:  # that same connection
+        assert COUNT.scalar(connection) == 0
+
+
+def test_a_commit_that_the_server_makes_a_rollback_is_none(home: Home) -> None:
+    """Who goes on after a statement that failed would be told that it was written."""
+    rolled_back = pytest.raises(OperationalError, match="rolled back")
+    with rolled_back, home.database.write() as connection, pytest.raises(IntegrityError):
+        run_all(connection, noted("first", "first"))
+    with home.database.read() as connection:
+        assert COUNT.scalar(connection) == 0
+
+
+def writing(home: Home, *names: str, fails: Exception | None = None) -> Callable[[], str]:
+    def job() -> str:
+        with home.database.write(durable=False) as connection:
+            for name in names:
+                NOTE.send(connection, {"name": name, "value": "x"})
+            if fails is not None:
+                raise fails
+        return names[0]
+
+    return job
+
+
+def test_a_job_whose_last_statement_fails_after_it_ended_takes_all_that_share_its_transaction_with_it(
+    home: Home,
+) -> None:
+    """Its statements were sent with the next job's, which may not be told that it is its own fault, nor it that they
+    were written.
+    """
+    with home.database.write() as connection:
+        run_all(connection, noted("first"))
+    for others in ([], [writing(home, "third")], [writing(home, "third", fails=Refusal(Reason.NOT_FOUND, "none"))]):
+        with pytest.raises(OperationalError) as raised:
+            home.database.execute_together([writing(home, "second"), writing(home, "first"), *others])
+        assert is_away(raised.value)
+        with home.database.read() as connection:
+            assert COUNT.scalar(connection) == 1
+
+
+def test_a_job_that_is_refused_undoes_what_it_sent_and_nothing_else(home: Home) -> None:
+    refusal = Refusal(Reason.NOT_FOUND, "none")
+    jobs = [writing(home, "first"), writing(home, "second", fails=refusal), writing(home, "third")]
+    outcomes = home.database.execute_together(jobs)
+    assert outcomes == [JobOutcome("first", None), JobOutcome(None, refusal), JobOutcome("third", None)]
+    with home.database.read() as connection:
+        names = select(facts.c.name).where(facts.c.value == "x").order_by(facts.c.name)
+        assert connection.execute(names).scalars().all() == ["first", "third"]
+
+
 def test_a_prepared_statement_outlives_what_is_rolled_back(home: Home) -> None:
     """By itself psycopg deallocates all of a connection's at a rollback, and every later request there would fail."""
     for _ in range(2):

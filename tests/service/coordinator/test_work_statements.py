@@ -99,7 +99,7 @@ def test_nothing_that_a_run_does_all_the_time_reads_all_that_ever_was(tmp_path: 
 def recorded() -> Iterator[dict[str, Any]]:
     """Statements and parameters of psycopg, a dictionary, and of `Prepared`, a list; by text."""
     sent, execute = dict[str, Any](), psycopg.Cursor.execute
-    execute_prepared, run_all = PreparedSession._execute, PreparedSession.run_all
+    send = PreparedSession.send
 
     def note(self: Any, query: Any, params: Any = None, **more: Any) -> Any:
         sent.setdefault(str(query), params)
@@ -107,17 +107,11 @@ def recorded() -> Iterator[dict[str, Any]]:
 
     def note_prepared(self: Any, text: str, parameters: Any) -> Any:
         sent.setdefault(text, parameters)
-        return execute_prepared(self, text, parameters)
-
-    def note_all(self: Any, statements: Any) -> None:
-        for text, parameters in statements:
-            sent.setdefault(text, parameters)
-        run_all(self, statements)
+        return send(self, text, parameters)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psycopg.Cursor, "execute", note)
-        patch.setattr(PreparedSession, "_execute", note_prepared)
-        patch.setattr(PreparedSession, "run_all", note_all)
+        patch.setattr(PreparedSession, "send", note_prepared)
         yield sent
 
 
