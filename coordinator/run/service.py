@@ -137,8 +137,9 @@ class Coordinator:
         """Lease slots to a node that requests them from network `address`."""
         quota = work.AddressQuota(address, self._leases_per_address)
         locks.leasing(connection)  # before the node's row, which others change while they hold it
-        instances.record_activity(connection, node, request.instance, now=now)
-        return work.lease(connection, node=node, request=request, spec=self.home.spec, now=now, quota=quota)
+        check = instances.record_activity(connection, node, request.instance, now=now)
+        spec = self.home.spec
+        return work.lease(connection, node=node, request=request, spec=spec, now=now, quota=quota, check=check)
 
     def standing(self, node: str, *, now: float) -> NodeStanding:
         """Return a node's public standing report; a default one for an unknown node."""

@@ -6,6 +6,8 @@ Instance ids are self-reported, so this is no defence against a node that evades
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sqlalchemy import Connection, bindparam, select, update
 
 from coordinator.storage.gaps import CLOCK_STEP_SECONDS
@@ -26,6 +28,7 @@ _HEARD = Prepared(
     update(nodes)
     .where(nodes.c.node == bindparam("key"), nodes.c.instance == bindparam("own"))
     .values(instance_seen_at=bindparam("at"))
+    .returning(nodes.c.node)
 )
 
 
@@ -44,15 +47,23 @@ def instance_columns(
     return {"instance": registration.instance, "instance_name": registration.name, "instance_seen_at": now}
 
 
-def record_activity(connection: Connection, node: str, instance: str, *, now: float) -> None:
-    """Update when the node's instance was last seen; raises Refusal unless it is the last registered one."""
-    if _HEARD.run(connection, {"key": node, "own": instance, "at": now}) == 1:
-        return
-    held = _HELD.first(connection, {"key": node})
-    if held is not None:
-        _refuse_if_active(*held[1:], now=now)
-    # The registered instance is inactive: have this one register, which records its name.
-    raise Refusal(Reason.UNKNOWN_IDENTITY, f"This instance of node {node[:16]}….")
+def record_activity(connection: Connection, node: str, instance: str, *, now: float) -> Callable[[], None]:
+    """Update when the node's instance was last seen; return what raises Refusal unless it is the last registered one.
+
+    PostgreSQL is not waited for before that is called.
+    """
+    heard = _HEARD.send(connection, {"key": node, "own": instance, "at": now})
+
+    def check() -> None:
+        if heard():
+            return
+        held = _HELD.first(connection, {"key": node})
+        if held is not None:
+            _refuse_if_active(*held[1:], now=now)
+        # The registered instance is inactive: have this one register, which records its name.
+        raise Refusal(Reason.UNKNOWN_IDENTITY, f"This instance of node {node[:16]}….")
+
+    return check
 
 
 def _refuse_if_active(name: str, seen_at: float, *, now: float) -> None:

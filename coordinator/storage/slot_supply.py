@@ -5,15 +5,16 @@ Every function takes the write transaction of `work.lease`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import UnsetType
 from sqlalchemy import Connection
 
 from coordinator.storage import pools
 from coordinator.storage import work_statements as statements
+from coordinator.storage.prepared import Rows
 from coordinator.storage.progress import Progress
 from coordinator.storage.schema import SlotState
 from node.protocol.environment_spec import PackageSpec
@@ -27,7 +28,6 @@ _NOTHING_DRAWN: Mapping[str, int | None] = {"candidate": None, "environment": No
 class TakenSlot:
     """A slot that nobody else is leased, and the digest of its policy's manifest."""
 
-    id: int
     version: int
     number: int
     manifest_digest: str
@@ -47,7 +47,36 @@ def lacked_environments(request: LeaseRequest, spec: RunSpec) -> frozenset[int]:
     return frozenset(request.lacks) & packaged
 
 
-def take_open(
+def take(
+    connection: Connection,
+    who: Mapping[str, str | float],
+    *,
+    proven: bool,
+    at: Progress,
+    manifest: str,
+    versions: list[int],
+    most: int,
+    lacks: Collection[int],
+    spec: RunSpec,
+    now: float,
+) -> list[TakenSlot]:
+    """Take at most `most` slots, all of one version of `versions`; `who` has the node, its place, and since when
+    (`lately`) that place may not have given the slot up. None is of the environments `lacks`.
+
+    `manifest` is the digest of the newest policy's.
+    """
+    found = _send_search(connection, who, proven=proven, versions=versions, most=most, lacks=lacks)
+    counted = statements.SLOTS_NOW.send(connection, {"version": at.head}) if at.head in versions else None
+    chosen = _take_open(connection, found())
+    if counted is not None and len(chosen) < most and all(row.version == at.head for row in chosen):
+        ((under_way, waiting, last),) = counted()
+        slots = _SlotsNow(under_way + len(chosen), waiting - len(chosen), last)
+        most -= len(chosen)
+        chosen += _open_new(connection, slots, at=at, manifest=manifest, most=most, lacks=lacks, spec=spec, now=now)
+    return chosen
+
+
+def _send_search(
     connection: Connection,
     who: Mapping[str, str | float],
     *,
@@ -55,11 +84,10 @@ def take_open(
     versions: list[int],
     most: int,
     lacks: Collection[int],
-) -> list[TakenSlot]:
-    """Take reopened slots, oldest first, all of one version; `who` has the node, its place, and since when (`lately`)
-    that place may not have given the slot up. None is of the environments `lacks`.
+) -> Callable[[], Rows]:
+    """Look for reopened slots, oldest first.
 
-    Slots that failed MOST_FAILURES times go to proven nodes only: near a run's end, free keys could otherwise fail the
+    Those that failed MOST_FAILURES times go to proven nodes only: near a run's end, free keys could otherwise fail the
     few remaining slots again and again.
     """
     given: dict[str, Any] = {**who, "versions": versions, "most": most}
@@ -68,15 +96,31 @@ def take_open(
         given["lacks"] = sorted(lacks)
     else:
         query = statements.OPEN_SLOTS if proven else statements.OPEN_SLOTS_FOR_UNPROVEN
-    rows = [TakenSlot(*row) for row in query.rows(connection, given)]
-    rows = [row for row in rows if row.version == rows[0].version]
-    for row in rows:
-        statements.SLOT_STATE.run(connection, {"slot": row.id, "new_state": SlotState.LEASED})
-    return rows
+    return query.send(connection, given)
 
 
-def open_new(
+def _take_open(connection: Connection, found: Rows) -> list[TakenSlot]:
+    """Take those of the slots found that are of the first one's version."""
+    taken = []
+    for slot_id, *slot in found:
+        taken.append(TakenSlot(*slot))
+        if taken[-1].version != taken[0].version:
+            return taken[:-1]
+        statements.SLOT_STATE.send(connection, {"slot": slot_id, "new_state": SlotState.LEASED})
+    return taken
+
+
+class _SlotsNow(NamedTuple):
+    """How many slots are in flight, how many are open, and the highest number of the newest policy's, None for none."""
+
+    under_way: int
+    waiting: int
+    last: int | None
+
+
+def _open_new(
     connection: Connection,
+    slots: _SlotsNow,
     *,
     at: Progress,
     manifest: str,
@@ -94,10 +138,9 @@ def open_new(
     enough are of the environments that it likes.
     """
     capacity = capacity_of(at, spec=spec)
-    ((under_way, waiting, last),) = statements.SLOTS_NOW.rows(connection, {"version": at.head})
     reserve = 0 if lacks else min(capacity, spec.batch.groups_per_step)
-    room = min(most, max(capacity - waiting, reserve) - under_way)
-    first = 0 if last is None else last + 1
+    room = min(most, max(capacity - slots.waiting, reserve) - slots.under_way)
+    first = 0 if slots.last is None else slots.last + 1
     taken = []
     for number in range(first, first + room):
         try:
@@ -106,7 +149,7 @@ def open_new(
             break
         state = SlotState.OPEN if drawn.get("environment") in lacks else SlotState.LEASED
         values = {"version": at.head, "number": number, "state": state, "opened_at": now, **_NOTHING_DRAWN, **drawn}
-        added = statements.NEW_SLOT.scalar(connection, values)
+        statements.NEW_SLOT.send(connection, values)
         if state is SlotState.LEASED:
-            taken.append(TakenSlot(added, at.head, number, manifest, drawn.get("candidate")))
+            taken.append(TakenSlot(at.head, number, manifest, drawn.get("candidate")))
     return taken

@@ -18,7 +18,7 @@ Every function takes a write transaction, the time and the run's spec, and keeps
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,10 @@ from coordinator.storage import gaps, locks, newcomers
 from coordinator.storage import work_statements as statements
 from coordinator.storage.counters import count_final
 from coordinator.storage.places import place_of
-from coordinator.storage.prepared import Prepared
+from coordinator.storage.prepared import Prepared, Rows
 from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
-from coordinator.storage.slot_supply import TakenSlot, capacity_of, lacked_environments, open_new, take_open
+from coordinator.storage.slot_supply import TakenSlot, capacity_of, lacked_environments, take
 from coordinator.storage.standing import backoff_seconds, most_slots, note_return, start_backoff
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason, Refusal
@@ -66,30 +66,29 @@ def lease(
     spec: RunSpec,
     now: float,
     quota: AddressQuota = AddressQuota(),
+    check: Callable[[], None] = lambda: None,
 ) -> LeaseReply:
     """Lease up to `request.slots` slots of one policy version that the node holds, within the limits.
 
-    Raises Refusal for an unknown or banned node. An empty reply says when to retry.
+    Raises Refusal for an unknown or banned node, and what `check` raises once the node's row is locked. An empty reply
+    says when to retry.
     """
     locks.leasing(connection)
-    if connection.dialect.name == "postgresql":  # first, since this is the one row of a node that it waits for
-        statements.OWN_NODE.run(connection, {"node": node})
-    asked = {"node": node, **_overdue_at(spec, now)}
-    ((head, last_step, manifest, unfinished, has_overdue),) = statements.SITUATION.rows(connection, asked)
+    standing, (head, last_step, manifest, unfinished, has_overdue) = _look(connection, node, check, spec=spec, now=now)
     if has_overdue:
         expire_leases(connection, spec=spec, now=now)
-        ((head, last_step, manifest, unfinished, _),) = statements.SITUATION.rows(connection, asked)
+        standing, (head, last_step, manifest, unfinished, _) = _look(connection, node, check, spec=spec, now=now)
     at = Progress.of(head, last_step)
+    place = place_of(quota.address)
+    there = {"of_node": node, "now": now, "from_address": quota.address, "from_place": place}
     oldest_held = min((held for held in request.held_versions if held <= at.head), default=None)
-    seen = {"oldest_held": oldest_held, "is_busy": unfinished > 0}
-    standing = _standing(connection, seen, node=node, address=quota.address, now=now)
+    statements.NODE_SEEN.send(connection, {**there, "oldest_held": oldest_held, "is_busy": unfinished > 0})
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
     wait = backoff_seconds(standing.not_before, batch=spec.batch, now=now)
     most = most_slots(standing.of_slots, batch=spec.batch) - unfinished
     if quota.most_leases:
         most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=quota.address))
-    place = place_of(quota.address)
     if not standing.proven and most > 0 and wait <= 0:
         most = min(most, _unproven_capacity(connection, at, spec=spec, place=place, now=now))
     wanted = min(request.slots, most)
@@ -101,10 +100,18 @@ def lease(
         who["seen_since"] = now - OF_LATE_SECONDS
         _reopen_late(connection, at, node=node, place=place, versions=usable, most=wanted, spec=spec, now=now)
     lacks = lacked_environments(request, spec)
-    chosen = take_open(connection, who, proven=standing.proven, versions=usable, most=wanted, lacks=lacks)
-    if at.head in usable and len(chosen) < wanted and all(row.version == at.head for row in chosen):
-        most = wanted - len(chosen)
-        chosen += open_new(connection, at=at, manifest=manifest, most=most, lacks=lacks, spec=spec, now=now)
+    chosen = take(
+        connection,
+        who,
+        proven=standing.proven,
+        at=at,
+        manifest=manifest,
+        versions=usable,
+        most=wanted,
+        lacks=lacks,
+        spec=spec,
+        now=now,
+    )
     granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
     if granted and not standing.proven:
         newcomers.note_leased(connection, place, len(granted), now=now)
@@ -178,7 +185,8 @@ def _overdue_at(spec: RunSpec, now: float) -> dict[str, float]:
 def return_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> None:
     """End a lease on its holder's request and reopen the slot; raises Refusal."""
     locks.submitting(connection)
-    _active_lease(connection, statements.LOCKED_LEASE, node=node, lease_id=lease_id, now=now)
+    found = _send_search(connection, statements.LOCKED_LEASE, lease_id)
+    _active_lease(connection, found, node=node, lease_id=lease_id, now=now)
     _end_lease(connection, lease_id, LeaseState.RETURNED, now=now)
     note_return(connection, node, batch=spec.batch, now=now)
 
@@ -194,14 +202,22 @@ class StoredSubmission:
 
 def check_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> int:
     """Return the id of the slot that `node` may submit under `lease_id`, and lock nothing; raises Refusal."""
-    return _usable_lease(connection, statements.LEASE, node=node, lease_id=lease_id, spec=spec, now=now)
+    found = _send_search(connection, statements.LEASE, lease_id)
+    return _usable_lease(connection, found, node=node, lease_id=lease_id, spec=spec, now=now)
+
+
+def _send_search(connection: Connection, statement: Prepared, lease_id: str) -> Callable[[], Rows]:
+    """Look for a lease by LEASE or LOCKED_LEASE; raises Refusal."""
+    if not is_digest(lease_id):  # any text from a URL; PostgreSQL refuses NUL characters
+        raise Refusal(Reason.UNKNOWN_LEASE, f"Lease {lease_id[:16]}….")
+    return statement.send(connection, {"lease": lease_id})
 
 
 def _usable_lease(
-    connection: Connection, statement: Prepared, *, node: str, lease_id: str, spec: RunSpec, now: float
+    connection: Connection, found: Callable[[], Rows], *, node: str, lease_id: str, spec: RunSpec, now: float
 ) -> int:
-    """Return the id of the slot that `node` may submit under `lease_id`, read by `statement`; raises Refusal."""
-    row = _active_lease(connection, statement, node=node, lease_id=lease_id, now=now)
+    """Return the id of the slot that `node` may submit under `lease_id`, `found` by `_send_search`; raises Refusal."""
+    row = _active_lease(connection, found, node=node, lease_id=lease_id, now=now)
     floor = row.at.floor(spec.batch)
     if row.version < floor:
         raise Refusal(Reason.STALE_POLICY, f"The slot is of policy {row.version}, the oldest still taken is {floor}.")
@@ -213,14 +229,15 @@ def submit(
 ) -> str:
     """Queue a stored submission for verification; return its id. Raises Refusal."""
     locks.submitting(connection)
-    slot_id = _usable_lease(connection, statements.LOCKED_LEASE, node=node, lease_id=lease_id, spec=spec, now=now)
-    earlier = statements.KNOWN_BODY.first(connection, {"body": arrival.body, "slot": slot_id})
-    if earlier is not None:
-        submission, author = earlier
+    found = _send_search(connection, statements.LOCKED_LEASE, lease_id)
+    known = statements.KNOWN_BODY.send(connection, {"body": arrival.body, "lease": lease_id})
+    slot_id = _usable_lease(connection, found, node=node, lease_id=lease_id, spec=spec, now=now)
+    if earlier := known():
+        submission, author = earlier[0]
         own = submission if author == node else None
         raise Refusal(Reason.DUPLICATE_SUBMISSION, "This very file was submitted before.", submission=own)
-    statements.LEASE_STATE.run(connection, {"of_lease": lease_id, "new_state": LeaseState.SUBMITTED})
-    statements.SLOT_STATE.run(connection, {"slot": slot_id, "new_state": SlotState.SUBMITTED})
+    statements.LEASE_STATE.send(connection, {"of_lease": lease_id, "new_state": LeaseState.SUBMITTED})
+    statements.SLOT_STATE.send(connection, {"slot": slot_id, "new_state": SlotState.SUBMITTED})
     name = digest(arrival.envelope)
     values = {
         "submission": name,
@@ -241,12 +258,12 @@ def submit(
     return name
 
 
-def _active_lease(connection: Connection, statement: Prepared, *, node: str, lease_id: str, now: float) -> _LeaseRow:
-    # `lease_id` is any text from a URL; PostgreSQL refuses NUL characters.
-    row = statement.first(connection, {"lease": lease_id}) if is_digest(lease_id) else None
-    if row is None:
+def _active_lease(
+    connection: Connection, found: Callable[[], Rows], *, node: str, lease_id: str, now: float
+) -> _LeaseRow:
+    if not (rows := found()):
         raise Refusal(Reason.UNKNOWN_LEASE, f"Lease {lease_id[:16]}….")
-    holder, state, expires_at, slot_id, version, slot_state, head, last_step = row
+    ((holder, state, expires_at, slot_id, version, slot_state, head, last_step),) = rows
     if holder != node:
         raise Refusal(Reason.FOREIGN_LEASE, f"Lease {lease_id[:16]}….")
     if state == LeaseState.SUBMITTED:
@@ -289,16 +306,18 @@ class _Standing:
         return self.admitted > 0 and self.rejected_streak == 0
 
 
-def _standing(connection: Connection, seen: Mapping[str, Any], *, node: str, address: str, now: float) -> _Standing:
-    """Read a node's standing and update when, where and with which policies (`seen`) it was there; raises Refusal for
-    an unknown node.
-    """
-    there = {"of_node": node, "now": now, "from_address": address, "from_place": place_of(address)}
-    row = statements.NODE_SEEN.first(connection, {**there, **seen})
-    if row is None:
+def _look(
+    connection: Connection, node: str, check: Callable[[], None], *, spec: RunSpec, now: float
+) -> tuple[_Standing, tuple[Any, ...]]:
+    """Lock a node's row and return its standing, and the row of SITUATION; raises as `lease`."""
+    found = statements.OWN_NODE.send(connection, {"node": node})  # first: the one row of a node that it waits for
+    (situation,) = statements.SITUATION.rows(connection, {"node": node, **_overdue_at(spec, now)})
+    check()
+    if not (rows := found()):
         raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
-    admitted, rejected_streak, not_before, verified, strikes = row
-    return _Standing(admitted, rejected_streak, not_before, Standing(verified=verified, strikes=strikes))
+    ((admitted, rejected_streak, not_before, verified, strikes),) = rows
+    standing = _Standing(admitted, rejected_streak, not_before, Standing(verified=verified, strikes=strikes))
+    return standing, situation
 
 
 def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, place: str, now: float) -> int:
@@ -340,13 +359,21 @@ def unjudged(connection: Connection, node: str) -> int:
 
 
 def _issue_lease(connection: Connection, row: TakenSlot, *, node: str, spec: RunSpec, now: float) -> Lease:
-    """Lease a slot that `take_open` or `open_new` took."""
+    """Lease a slot that `take` took."""
     # In the order of time, since a random key is a page of its own in each of its indexes: with a million submissions
     # before it a lease took three times as long. What follows is still random enough to be nobody else's.
     name = f"{int(now) & 0xFFFFFFFF:08x}{secrets.token_hex(28)}"
     expires_at = now + spec.batch.lease_seconds
-    held = {"lease": name, "slot_id": row.id, "node": node, "state": LeaseState.ACTIVE}
-    statements.NEW_LEASE.run(connection, held | {"issued_at": now, "expires_at": expires_at})
+    values = {
+        "lease": name,
+        "of_version": row.version,
+        "of_number": row.number,
+        "node": node,
+        "state": LeaseState.ACTIVE,
+        "issued_at": now,
+        "expires_at": expires_at,
+    }
+    statements.NEW_LEASE.send(connection, values)
     return Lease(
         lease_id=name,
         version=row.version,

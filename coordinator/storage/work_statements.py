@@ -74,7 +74,6 @@ NODE_SEEN = Prepared(
         place=bindparam("from_place"),
         held_from=case((_KEEPS_HELD, nodes.c.held_from), else_=_OLDEST_HELD),
     )
-    .returning(nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before, nodes.c.verified, nodes.c.strikes)
 )
 
 IS_ACTIVE = leases.c.state == LeaseState.ACTIVE
@@ -133,11 +132,22 @@ FREE = Prepared(
     .with_for_update(key_share=True, skip_locked=True)
 )
 """An active lease that no other transaction has locked, nor its node."""
-OWN_NODE = Prepared(select(nodes.c.node).where(nodes.c.node == bindparam("node")).with_for_update(key_share=True))
+OWN_NODE = Prepared(
+    select(nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before, nodes.c.verified, nodes.c.strikes)
+    .where(nodes.c.node == bindparam("node"))
+    .with_for_update(key_share=True)
+)
 ACTIVE_OF = select(leases.c.lease, leases.c.node).where(
     IS_ACTIVE, leases.c.slot_id.in_(bindparam("ids", expanding=True))
 )
-NEW_LEASE = Prepared(insert_into(leases, "lease", "slot_id", "node", "state", "issued_at", "expires_at"))
+NEW_LEASE = Prepared(
+    insert_into(leases, "lease", "node", "state", "issued_at", "expires_at").values(
+        slot_id=select(slots.c.id)
+        .where(slots.c.version == bindparam("of_version"), slots.c.number == bindparam("of_number"))
+        .scalar_subquery()
+    )
+)
+"""By the slot's number, so that nobody waits for the id of a new one."""
 END_LEASE = Prepared(
     update(leases)
     .where(leases.c.lease == bindparam("of_lease"), IS_ACTIVE)
@@ -158,9 +168,7 @@ SLOTS_NOW = Prepared(
 """How many slots are in flight, how many are open, and the highest number of a version."""
 
 NEW_SLOT = Prepared(
-    insert_into(slots, "version", "number", "state", "opened_at", "candidate", "environment", "problem").returning(
-        slots.c.id
-    )
+    insert_into(slots, "version", "number", "state", "opened_at", "candidate", "environment", "problem")
 )
 SLOT_STATE = Prepared(update(slots).where(slots.c.id == bindparam("slot")).values(state=bindparam("new_state")))
 REOPEN_SLOT = Prepared(
@@ -229,6 +237,7 @@ OPEN_SLOTS_IT_HAS = Prepared(_ALL.where(_HAS_ENVIRONMENT))
 OPEN_SLOTS_IT_HAS_FOR_UNPROVEN = Prepared(_FOR_UNPROVEN.where(_HAS_ENVIRONMENT))
 """As the former, without slots of the environments `lacks`."""
 
+_SLOT_OF_LEASE = select(leases.c.slot_id).where(leases.c.lease == bindparam("lease")).scalar_subquery()
 # Honest nodes generate the same bytes for a slot, so a file is a duplicate only if it was admitted anywhere, or was
 # rejected or is queued for this slot. Otherwise a copy submitted for another slot would block its author, and a node
 # rejected for drift would block its successor.
@@ -242,7 +251,7 @@ KNOWN_BODY = Prepared(
                 submissions.c.recheck.is_distinct_from(Outcome.INDETERMINATE),
             ),
             and_(
-                submissions.c.slot_id == bindparam("slot"),
+                submissions.c.slot_id == _SLOT_OF_LEASE,
                 or_(
                     submissions.c.outcome.is_(None),
                     and_(

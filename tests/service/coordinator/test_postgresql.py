@@ -15,29 +15,37 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psycopg
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of, who
-from sqlalchemy import func, select
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError, OperationalError
+from swarm import INSTANCE
 from waiting import until
 
 from coordinator.errors import BadConfiguration
 from coordinator.http.write_queue import WriteQueue
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.leader import Leader, last_leader, leader_thread
+from coordinator.run.service import Coordinator
 from coordinator.storage import locks, verdicts, work
 from coordinator.storage.database import JobOutcome
 from coordinator.storage.faults import LockHeld, is_away
+from coordinator.storage.postgresql import PreparedSession
 from coordinator.storage.prepared import Prepared, insert_into, run_all
 from coordinator.storage.progress import progress
-from coordinator.storage.schema import facts, leases, log_entries, slots, submissions
+from coordinator.storage.schema import facts, leases, log_entries, nodes, slots, submissions
+from coordinator.storage.signed_requests import SignedRequestLog
 from coordinator.storage.verdicts import QueueItem
 from node.protocol.admission import Outcome, Verdict
+from node.protocol.messages import LeaseReply, LeaseRequest, Registration
 from node.protocol.reasons import Reason, Refusal
 
 THREADS = 8
+REGISTRATION = Registration(software="x", engine="x", instance=INSTANCE, name="x")
 
 
 @pytest.fixture
@@ -504,6 +512,39 @@ def test_a_job_that_is_refused_undoes_what_it_sent_and_nothing_else(home: Home) 
     with home.database.read() as connection:
         names = select(facts.c.name).where(facts.c.value == "x").order_by(facts.c.name)
         assert connection.execute(names).scalars().all() == ["first", "third"]
+
+
+def test_a_lease_waits_for_the_server_three_times(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits gives the interpreter's lock away, and with a dozen times for each, leases bound the rest."""
+    coordinator = Coordinator(home, key=Ed25519PrivateKey.generate())
+    peers = [f"{number:064x}" for number in range(4)]
+    with home.database.write() as connection:
+        for peer in peers:
+            coordinator.register(connection, peer, REGISTRATION, now=1000.0)
+            connection.execute(update(nodes).values(admitted=1, verified=1))
+    Actors(home).publish(0)
+    request = LeaseRequest(held_versions=(0,), slots=1, instance=INSTANCE)
+    signed = SignedRequestLog(home.database)
+
+    def lease(peer: str, nonce: str) -> LeaseReply:
+        with signed.consume(nonce, now=1000.0) as connection:
+            return coordinator.lease(connection, peer, request, now=1000.0)
+
+    waits, flush = Mock(), PreparedSession.flush
+    jobs = [partial(lease, peer, nonce) for peer, nonce in zip(peers, ["a", "b", "a", "d"], strict=True)]
+    home.database.execute_together([partial(lease, peers[0], "z")], leasing=True)  # has the connection's prepared
+    with monkeypatch.context() as patch:
+        patch.setattr(PreparedSession, "flush", lambda self: [waits(), flush(self)][1])
+        outcomes = home.database.execute_together(jobs, leasing=True)
+    taken = [outcome.value.leases for outcome in outcomes if outcome.value is not None]
+    assert [lease.slot for (lease,) in taken] == [1, 2, 3]
+    refusal = outcomes[2].error
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is Reason.REPLAYED_REQUEST
+    assert waits.call_count <= 3 * len(taken) + 2 + 1, "a replay's two, and the commit"
+    with home.database.read() as connection:
+        held = connection.execute(select(slots.c.number).join(leases, leases.c.slot_id == slots.c.id)).scalars().all()
+    assert sorted(held) == [0, 1, 2, 3]
 
 
 def test_a_prepared_statement_outlives_what_is_rolled_back(home: Home) -> None:
