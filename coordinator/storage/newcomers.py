@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, text, update
 from sqlalchemy.sql import union_all
 
 from coordinator.storage.prepared import Prepared, insert_into
@@ -59,6 +59,15 @@ _ADD = Prepared(
     .where(newcomers.c.place == bindparam("of_place"))
     .values(taken=newcomers.c.taken + bindparam("more"))
 )
+_ADD_AT = Prepared(
+    text(
+        "INSERT INTO newcomers (place, taken, rows, counted_at) "
+        "SELECT CAST(:of_place AS TEXT), CAST(:more AS INTEGER), 0, CAST(:now AS DOUBLE PRECISION) "
+        "FROM newcomers WHERE place = 'all' "
+        "ON CONFLICT (place) DO UPDATE SET taken = newcomers.taken + excluded.taken"
+    )
+)
+"""Of a place, where a count is kept."""
 
 
 def taken_slots(connection: Connection, place: str, *, now: float) -> tuple[int, int]:
@@ -71,16 +80,16 @@ def taken_slots(connection: Connection, place: str, *, now: float) -> tuple[int,
         taken, rows, counted_at = kept[_ALL]
         if 0 <= now - counted_at < min(SECONDS_EACH * rows, MOST_SECONDS):
             return int(taken), int(kept[place][0]) if place in kept else 0
-        _DROP.run(connection)
+        _DROP.send(connection)
     ((rows, taken, there),) = _COUNT.rows(connection, {"of_place": place})
     if rows > FEW:
-        _KEEP_PLACES.run(connection, {"of_rows": rows, "now": now})
-        _KEEP.run(connection, {"place": _ALL, "taken": taken, "rows": rows, "counted_at": now})
+        _KEEP_PLACES.send(connection, {"of_rows": rows, "now": now})
+        _KEEP.send(connection, {"place": _ALL, "taken": taken, "rows": rows, "counted_at": now})
     return int(taken), int(there)
 
 
 def note_leased(connection: Connection, place: str, slots: int, *, now: float) -> None:
     """Add slots that were leased to a node that is not proven to the count, if one is kept."""
-    added = {"of_place": _ALL, "more": slots}
-    if _ADD.run(connection, added) and place and not _ADD.run(connection, added | {"of_place": place}):
-        _KEEP.run(connection, {"place": place, "taken": slots, "rows": 0, "counted_at": now})
+    _ADD.send(connection, {"of_place": _ALL, "more": slots})
+    if place:
+        _ADD_AT.send(connection, {"of_place": place, "more": slots, "now": now})
