@@ -78,7 +78,7 @@ def together(connection: Connection, *, leasing: bool) -> None:
     They do not ask the server for these locks again.
     """
     if connection.dialect.name == "postgresql":
-        _TOGETHER[leasing].send(connection)
+        _TOGETHER[leasing].run(connection)  # not sent: the jobs read the time once they hold it
         _hold(connection, *((_SUBMITTING, _LEASING) if leasing else (_SUBMITTING,)))
 
 

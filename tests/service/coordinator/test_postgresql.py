@@ -514,6 +514,19 @@ def test_a_job_that_is_refused_undoes_what_it_sent_and_nothing_else(home: Home) 
         assert connection.execute(names).scalars().all() == ["first", "third"]
 
 
+def test_a_job_is_called_once_its_locks_are_held(home: Home) -> None:
+    """One that read the time before a long wait would take the leases that were issued meanwhile for a clock's step."""
+    called = Mock(return_value=None)
+    with ThreadPoolExecutor(1) as pool:
+        with home.database.write() as connection:
+            locks.leasing(connection)
+            waiting = pool.submit(home.database.execute_together, [called], leasing=True)
+            time.sleep(0.3)
+            assert not called.called
+        waiting.result(20)
+    assert called.called
+
+
 def test_a_lease_waits_for_the_server_three_times(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that waits gives the interpreter's lock away, and with a dozen times for each, leases bound the rest."""
     coordinator = Coordinator(home, key=Ed25519PrivateKey.generate())
@@ -541,7 +554,7 @@ def test_a_lease_waits_for_the_server_three_times(home: Home, monkeypatch: pytes
     refusal = outcomes[2].error
     assert isinstance(refusal, Refusal)
     assert refusal.reason is Reason.REPLAYED_REQUEST
-    assert waits.call_count <= 3 * len(taken) + 2 + 1, "a replay's two, and the commit"
+    assert waits.call_count <= 1 + 3 * len(taken) + 2 + 1, "the locks, a replay's two, and the commit"
     with home.database.read() as connection:
         held = connection.execute(select(slots.c.number).join(leases, leases.c.slot_id == slots.c.id)).scalars().all()
     assert sorted(held) == [0, 1, 2, 3]
