@@ -93,6 +93,12 @@ class Prepared:
         sent = converting(connection, text, lambda: session.send(text, parameters))
         return lambda: converting(connection, text, lambda: session.rows(sent))
 
+    def ask(self, connection: Connection, values: Mapping[str, Any] = NOTHING) -> Callable[[], Rows]:
+        """As `send`, of rows that may not be needed: SQLite, for which nobody waits, executes once that is called."""
+        if connection.dialect.name != "postgresql":
+            return lambda: self.rows(connection, values)
+        return self.send(connection, values)
+
     def bound(self, connection: Connection, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
         """Return the statement's text and parameters as the driver takes them."""
         lists = {name: value for name, value in values.items() if isinstance(value, list)}

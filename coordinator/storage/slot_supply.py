@@ -66,13 +66,17 @@ def take(
     `manifest` is the digest of the newest policy's.
     """
     found = _send_search(connection, who, proven=proven, versions=versions, most=most, lacks=lacks)
-    counted = statements.SLOTS_NOW.send(connection, {"version": at.head}) if at.head in versions else None
-    chosen = _take_open(connection, found())
-    if counted is not None and len(chosen) < most and all(row.version == at.head for row in chosen):
-        ((under_way, waiting, last),) = counted()
+    counted = statements.SLOTS_NOW.ask(connection, {"version": at.head}) if at.head in versions else None
+    rows = found()
+    rows = [row for row in rows if row[1] == rows[0][1]]
+    chosen = [TakenSlot(*slot) for _, *slot in rows]
+    if counted is not None and len(chosen) < most and all(slot.version == at.head for slot in chosen):
+        ((under_way, waiting, last),) = counted()  # before any is taken, on SQLite as well
         slots = _SlotsNow(under_way + len(chosen), waiting - len(chosen), last)
         most -= len(chosen)
         chosen += _open_new(connection, slots, at=at, manifest=manifest, most=most, lacks=lacks, spec=spec, now=now)
+    for slot_id, *_ in rows:
+        statements.SLOT_STATE.send(connection, {"slot": slot_id, "new_state": SlotState.LEASED})
     return chosen
 
 
@@ -97,17 +101,6 @@ def _send_search(
     else:
         query = statements.OPEN_SLOTS if proven else statements.OPEN_SLOTS_FOR_UNPROVEN
     return query.send(connection, given)
-
-
-def _take_open(connection: Connection, found: Rows) -> list[TakenSlot]:
-    """Take those of the slots found that are of the first one's version."""
-    taken = []
-    for slot_id, *slot in found:
-        taken.append(TakenSlot(*slot))
-        if taken[-1].version != taken[0].version:
-            return taken[:-1]
-        statements.SLOT_STATE.send(connection, {"slot": slot_id, "new_state": SlotState.LEASED})
-    return taken
 
 
 class _SlotsNow(NamedTuple):

@@ -74,15 +74,16 @@ def lease(
     says when to retry.
     """
     locks.leasing(connection)
-    standing, (head, last_step, manifest, unfinished, has_overdue) = _look(connection, node, check, spec=spec, now=now)
+    found, (head, last_step, manifest, unfinished, has_overdue) = _look(connection, node, check, spec=spec, now=now)
     if has_overdue:
         expire_leases(connection, spec=spec, now=now)
-        standing, (head, last_step, manifest, unfinished, _) = _look(connection, node, check, spec=spec, now=now)
+        found, (head, last_step, manifest, unfinished, _) = _look(connection, node, check, spec=spec, now=now)
     at = Progress.of(head, last_step)
     place = place_of(quota.address)
     there = {"of_node": node, "now": now, "from_address": quota.address, "from_place": place}
     oldest_held = min((held for held in request.held_versions if held <= at.head), default=None)
-    statements.NODE_SEEN.send(connection, {**there, "oldest_held": oldest_held, "is_busy": unfinished > 0})
+    seen = statements.NODE_SEEN.send(connection, {**there, "oldest_held": oldest_held, "is_busy": unfinished > 0})
+    standing = _standing(node, (found or seen)())
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
     wait = backoff_seconds(standing.not_before, batch=spec.batch, now=now)
@@ -230,7 +231,7 @@ def submit(
     """Queue a stored submission for verification; return its id. Raises Refusal."""
     locks.submitting(connection)
     found = _send_search(connection, statements.LOCKED_LEASE, lease_id)
-    known = statements.KNOWN_BODY.send(connection, {"body": arrival.body, "lease": lease_id})
+    known = statements.KNOWN_BODY.ask(connection, {"body": arrival.body, "lease": lease_id})
     slot_id = _usable_lease(connection, found, node=node, lease_id=lease_id, spec=spec, now=now)
     if earlier := known():
         submission, author = earlier[0]
@@ -308,16 +309,23 @@ class _Standing:
 
 def _look(
     connection: Connection, node: str, check: Callable[[], None], *, spec: RunSpec, now: float
-) -> tuple[_Standing, tuple[Any, ...]]:
-    """Lock a node's row and return its standing, and the row of SITUATION; raises as `lease`."""
-    found = statements.OWN_NODE.send(connection, {"node": node})  # first: the one row of a node that it waits for
+) -> tuple[Callable[[], Rows] | None, tuple[Any, ...]]:
+    """Lock a node's row; return what has its standing, None on SQLite, where NODE_SEEN tells it without another
+    statement, and the row of SITUATION. Raises what `check` does.
+    """
+    on_server = connection.dialect.name == "postgresql"
+    found = statements.OWN_NODE.send(connection, {"node": node}) if on_server else None
     (situation,) = statements.SITUATION.rows(connection, {"node": node, **_overdue_at(spec, now)})
     check()
-    if not (rows := found()):
+    return found, situation
+
+
+def _standing(node: str, rows: Rows) -> _Standing:
+    """Return the standing in what was read of a node's row; raises Refusal for an unknown node."""
+    if not rows:
         raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
     ((admitted, rejected_streak, not_before, verified, strikes),) = rows
-    standing = _Standing(admitted, rejected_streak, not_before, Standing(verified=verified, strikes=strikes))
-    return standing, situation
+    return _Standing(admitted, rejected_streak, not_before, Standing(verified=verified, strikes=strikes))
 
 
 def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, place: str, now: float) -> int:

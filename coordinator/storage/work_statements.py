@@ -65,6 +65,7 @@ PROGRESS = Prepared(select(_HEAD, _LAST_STEP))
 _OLDEST_HELD = bindparam("oldest_held", type_=Integer)
 _KEEPS_HELD = and_(bindparam("is_busy", type_=Boolean), or_(_OLDEST_HELD.is_(None), nodes.c.held_from < _OLDEST_HELD))
 """Whether a node may have older policies than it says: with work under way it names those that it would begin with."""
+_STANDING = (nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before, nodes.c.verified, nodes.c.strikes)
 NODE_SEEN = Prepared(
     update(nodes)
     .where(nodes.c.node == bindparam("of_node"))
@@ -74,6 +75,7 @@ NODE_SEEN = Prepared(
         place=bindparam("from_place"),
         held_from=case((_KEEPS_HELD, nodes.c.held_from), else_=_OLDEST_HELD),
     )
+    .returning(*_STANDING)
 )
 
 IS_ACTIVE = leases.c.state == LeaseState.ACTIVE
@@ -132,11 +134,7 @@ FREE = Prepared(
     .with_for_update(key_share=True, skip_locked=True)
 )
 """An active lease that no other transaction has locked, nor its node."""
-OWN_NODE = Prepared(
-    select(nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before, nodes.c.verified, nodes.c.strikes)
-    .where(nodes.c.node == bindparam("node"))
-    .with_for_update(key_share=True)
-)
+OWN_NODE = Prepared(select(*_STANDING).where(nodes.c.node == bindparam("node")).with_for_update(key_share=True))
 ACTIVE_OF = select(leases.c.lease, leases.c.node).where(
     IS_ACTIVE, leases.c.slot_id.in_(bindparam("ids", expanding=True))
 )

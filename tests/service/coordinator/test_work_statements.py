@@ -67,13 +67,19 @@ def begun(home: Home) -> None:
 
 def statements_of(home: Home) -> list[str]:
     """What was sent to SQLite, with its parameters, during `of_a_run`."""
-    sent = list[str]()
     begun(home)
+    sent = traced(home)
+    of_a_run(home)
+    return [one for one in dict.fromkeys(sent) if one.lstrip().startswith(("SELECT", "UPDATE", "DELETE", "INSERT"))]
+
+
+def traced(home: Home) -> list[str]:
+    """The statements that are sent to SQLite from now on."""
+    sent = list[str]()
     for engine in (home.database._engine, home.database._lazy):
         engine.dispose()
         event.listen(engine, "connect", lambda raw, _record: raw.set_trace_callback(sent.append))
-    of_a_run(home)
-    return [one for one in dict.fromkeys(sent) if one.lstrip().startswith(("SELECT", "UPDATE", "DELETE", "INSERT"))]
+    return sent
 
 
 def reads_all(plan: list[str]) -> list[str]:
@@ -92,6 +98,22 @@ def test_nothing_that_a_run_does_all_the_time_reads_all_that_ever_was(tmp_path: 
         for statement in sent:
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}").scalars(3).all()
             assert reads_all(plan) == [], statement
+    home.database.close()
+
+
+def test_who_takes_an_open_slot_on_sqlite_has_none_counted(tmp_path: Path) -> None:
+    """A count reads a row for each slot in flight, of which there may be thousands, and the event loop waits for it."""
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of())
+    begun(home)
+    actors, sent = Actors(home), traced(home)
+    counts = {True: 0, False: 0}
+    for is_open in (False, True):
+        (lease,) = actors.lease("old", held=(0,))
+        counts[is_open] = sum("max(slots.number)" in one for one in sent)
+        actors.give_back("old", lease)
+        actors.now += 10.0  # so that its place may have it again
+        sent.clear()
+    assert counts == {False: 1, True: 0}
     home.database.close()
 
 
