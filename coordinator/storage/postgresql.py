@@ -80,6 +80,8 @@ class PreparedSession:
 
     def send(self, text: str, parameters: Sequence[Any]) -> SentStatement:
         """Send a statement, whose parameters are $1 and so on, with the next one whose result is asked for."""
+        if text not in self._names:  # which the server may refuse, and then whatever follows in the transaction
+            self.flush()
         sent = SentStatement(self._prepared(text), self._dumped(parameters))
         self._waiting.append(sent)
         return sent

@@ -21,8 +21,8 @@ import psycopg
 import pytest
 from actors import PUBLIC_KEY, Actors, spec_of, who
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import func, select, update
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy import func, select, text, update
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 from swarm import INSTANCE
 from waiting import until
 
@@ -504,6 +504,20 @@ def test_a_job_whose_last_statement_fails_after_it_ended_takes_all_that_share_it
             assert COUNT.scalar(connection) == 1
 
 
+def test_a_statement_that_the_server_does_not_prepare_fails_its_job_alone(home: Home) -> None:
+    """What others had sent would be executed after it, and fail as the database's absence for all of them."""
+
+    def job() -> None:
+        with home.database.write(durable=False) as connection:
+            Prepared(text("SELECT nothing_there FROM facts")).run(connection)
+
+    first, second, third = home.database.execute_together([writing(home, "first"), job, writing(home, "third")])
+    assert (first.error, third.error) == (None, None)
+    assert isinstance(second.error, ProgrammingError)
+    with home.database.read() as connection:
+        assert COUNT.scalar(connection) == 2
+
+
 def test_a_job_that_is_refused_undoes_what_it_sent_and_nothing_else(home: Home) -> None:
     refusal = Refusal(Reason.NOT_FOUND, "none")
     jobs = [writing(home, "first"), writing(home, "second", fails=refusal), writing(home, "third")]
@@ -545,7 +559,7 @@ def test_a_lease_waits_for_the_server_three_times(home: Home, monkeypatch: pytes
 
     waits, flush = Mock(), PreparedSession.flush
     jobs = [partial(lease, peer, nonce) for peer, nonce in zip(peers, ["a", "b", "a", "d"], strict=True)]
-    home.database.execute_together([partial(lease, peers[0], "z")], leasing=True)  # has the connection's prepared
+    home.database.execute_together([partial(lease, peers[0], "z")] * 2, leasing=True)  # has the connection's prepared
     with monkeypatch.context() as patch:
         patch.setattr(PreparedSession, "flush", lambda self: [waits(), flush(self)][1])
         outcomes = home.database.execute_together(jobs, leasing=True)
