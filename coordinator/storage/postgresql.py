@@ -22,6 +22,8 @@ WRITES: Final = "BEGIN"
 READS: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 
 _SESSION: Final = "swarmproof_session"
+_FAILED: Final = "swarmproof_statement"
+"""Attribute of an error: the text of the statement that failed, which may have been sent before the one asked for."""
 
 T = TypeVar("T")
 
@@ -29,10 +31,10 @@ T = TypeVar("T")
 class SentStatement:
     """A statement that is to be sent, or was, and then its result."""
 
-    __slots__ = ("name", "parameters", "result")
+    __slots__ = ("name", "parameters", "result", "text")
 
-    def __init__(self, name: bytes, parameters: Sequence[Any]) -> None:
-        self.name, self.parameters = name, parameters
+    def __init__(self, text: str, name: bytes, parameters: Sequence[Any]) -> None:
+        self.text, self.name, self.parameters = text, name, parameters
         self.result: PGresult | None = None
 
 
@@ -75,14 +77,14 @@ class PreparedSession:
         """Commit; raises OperationalError also where the server rolls back instead, after a statement that failed."""
         sent = self.send("COMMIT", ())
         self.flush()
-        if self._checked(sent.result).command_status != b"COMMIT":
+        if self._result(sent).command_status != b"COMMIT":
             raise self._errors.OperationalError("the transaction was rolled back")
 
     def send(self, text: str, parameters: Sequence[Any]) -> SentStatement:
         """Send a statement, whose parameters are $1 and so on, with the next one whose result is asked for."""
         if text not in self._names:  # which the server may refuse, and then whatever follows in the transaction
             self.flush()
-        sent = SentStatement(self._prepared(text), self._dumped(parameters))
+        sent = SentStatement(text, self._prepared(text), self._dumped(parameters))
         self._waiting.append(sent)
         return sent
 
@@ -114,9 +116,12 @@ class PreparedSession:
             try:
                 self._checked(one.result)
             except self._errors.Error as error:
+                setattr(error, _FAILED, one.text)
                 if number >= fence:
                     raise
-                raise self._errors.OperationalError(f"a statement of an earlier request failed: {error}") from error
+                away = self._errors.OperationalError(f"a statement sent before failed: {error}")
+                setattr(away, _FAILED, one.text)
+                raise away from error
 
     def _execute_all(self, sent: Sequence[SentStatement]) -> None:
         self._server.enter_pipeline_mode()
@@ -181,7 +186,8 @@ def converting(connection: Connection, text: str | None, execute: Callable[[], T
     try:
         return execute()
     except connection.dialect.loaded_dbapi.Error as error:
-        connection._handle_dbapi_exception(error, text, None, None, None)  # noqa: SLF001
+        failed = getattr(error, _FAILED, text)
+        connection._handle_dbapi_exception(error, failed, None, None, None)  # noqa: SLF001
 
 
 def prepare(engine: Engine) -> None:

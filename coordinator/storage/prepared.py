@@ -113,11 +113,11 @@ class Prepared:
 
     def _execute(self, connection: Connection, values: Mapping[str, Any], *, fetch: bool) -> Any:
         text, parameters = self.bound(connection, values)
+        if connection.dialect.name == "postgresql":
+            session = PreparedSession.of(connection)
+            result = session.rows if fetch else session.changed
+            return converting(connection, text, lambda: result(session.send(text, parameters)))
         try:
-            if connection.dialect.name == "postgresql":
-                session = PreparedSession.of(connection)
-                sent = session.send(text, parameters)
-                return session.rows(sent) if fetch else session.changed(sent)
             driver: Any = connection.connection.dbapi_connection
             cursor = driver.execute(text, parameters)
             return cursor.fetchall() if fetch else cursor.rowcount

@@ -448,13 +448,14 @@ def test_a_statement_that_was_sent_is_executed_before_the_next_one(home: Home) -
 def test_the_error_of_a_statement_that_was_sent_is_raised_and_nothing_is_written(home: Home, by: str) -> None:
     with home.database.write() as connection:
         run_all(connection, noted("first"))
-    with pytest.raises(IntegrityError), home.database.write() as connection:
+    with pytest.raises(IntegrityError) as raised, home.database.write() as connection:
         run_all(connection, noted("second"))
         NOTE.send(connection, {"name": "first", "value": "x"})
         if by == "the next one":
             COUNT.rows(connection)
         elif by == "SQLAlchemy's":
             connection.execute(select(facts))
+    assert str(raised.value.statement).startswith("INSERT INTO facts")
     with home.database.read() as connection:
         assert COUNT.scalar(connection) == 1
 
