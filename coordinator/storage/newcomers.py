@@ -54,11 +54,7 @@ _KEPT = Prepared(
         newcomers.c.place.in_([_ALL, bindparam("of_place")])
     )
 )
-_ADD = Prepared(
-    update(newcomers)
-    .where(newcomers.c.place == bindparam("of_place"))
-    .values(taken=newcomers.c.taken + bindparam("more"))
-)
+_ADD = Prepared(update(newcomers).where(newcomers.c.place == _ALL).values(taken=newcomers.c.taken + bindparam("more")))
 _ADD_AT = Prepared(
     text(
         "INSERT INTO newcomers (place, taken, rows, counted_at) "
@@ -90,6 +86,6 @@ def taken_slots(connection: Connection, place: str, *, now: float) -> tuple[int,
 
 def note_leased(connection: Connection, place: str, slots: int, *, now: float) -> None:
     """Add slots that were leased to a node that is not proven to the count, if one is kept."""
-    _ADD.send(connection, {"of_place": _ALL, "more": slots})
+    _ADD.send(connection, {"more": slots})
     if place:
         _ADD_AT.send(connection, {"of_place": place, "more": slots, "now": now})

@@ -41,8 +41,9 @@ class SentStatement:
 class PreparedSession:
     """The prepared statements of one connection; raises psycopg's errors.
 
-    Statements wait until the result of one is asked for, and are sent together then: a thread that waits for the server
-    gives the interpreter's lock away, and has to wait for that as well (0.8 to 1 ms for each answer, at capacity).
+    Once prepared, statements wait until the result of one is asked for, and are sent together then: a thread that waits
+    for the server gives the interpreter's lock away, and has to wait for that as well (0.8 to 1 ms for each answer, at
+    capacity).
     """
 
     def __init__(self, driver: Any) -> None:

@@ -34,6 +34,14 @@ class TakenSlot:
     candidate: int | None = None
 
 
+class Demand(NamedTuple):
+    """At most `most` slots, all of one version of `versions`, none of the environments `lacks`."""
+
+    versions: list[int]
+    most: int
+    lacks: Collection[int]
+
+
 def capacity_of(at: Progress, *, spec: RunSpec) -> int:
     """Return how many slots may be in flight."""
     return (min(at.head + spec.batch.max_async + 1, spec.training.steps) - at.next_step) * spec.batch.groups_per_step
@@ -50,22 +58,20 @@ def lacked_environments(request: LeaseRequest, spec: RunSpec) -> frozenset[int]:
 def take(
     connection: Connection,
     who: Mapping[str, str | float],
+    what: Demand,
     *,
     proven: bool,
     at: Progress,
     manifest: str,
-    versions: list[int],
-    most: int,
-    lacks: Collection[int],
     spec: RunSpec,
     now: float,
 ) -> list[TakenSlot]:
-    """Take at most `most` slots, all of one version of `versions`; `who` has the node, its place, and since when
-    (`lately`) that place may not have given the slot up. None is of the environments `lacks`.
+    """Take slots; `who` has the node, its place, and since when (`lately`) that place may not have given the slot up.
 
     `manifest` is the digest of the newest policy's.
     """
-    found = _send_search(connection, who, proven=proven, versions=versions, most=most, lacks=lacks)
+    versions, most, lacks = what
+    found = _ask_for_open(connection, who, what, proven=proven)
     counted = statements.SLOTS_NOW.ask(connection, {"version": at.head}) if at.head in versions else None
     rows = found()
     rows = [row for row in rows if row[1] == rows[0][1]]
@@ -80,24 +86,18 @@ def take(
     return chosen
 
 
-def _send_search(
-    connection: Connection,
-    who: Mapping[str, str | float],
-    *,
-    proven: bool,
-    versions: list[int],
-    most: int,
-    lacks: Collection[int],
+def _ask_for_open(
+    connection: Connection, who: Mapping[str, str | float], what: Demand, *, proven: bool
 ) -> Callable[[], Rows]:
     """Look for reopened slots, oldest first.
 
     Those that failed MOST_FAILURES times go to proven nodes only: near a run's end, free keys could otherwise fail the
     few remaining slots again and again.
     """
-    given: dict[str, Any] = {**who, "versions": versions, "most": most}
-    if lacks:
+    given: dict[str, Any] = {**who, "versions": what.versions, "most": what.most}
+    if what.lacks:
         query = statements.OPEN_SLOTS_IT_HAS if proven else statements.OPEN_SLOTS_IT_HAS_FOR_UNPROVEN
-        given["lacks"] = sorted(lacks)
+        given["lacks"] = sorted(what.lacks)
     else:
         query = statements.OPEN_SLOTS if proven else statements.OPEN_SLOTS_FOR_UNPROVEN
     return query.send(connection, given)

@@ -32,7 +32,7 @@ from coordinator.storage.places import place_of
 from coordinator.storage.prepared import Prepared, Rows
 from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
-from coordinator.storage.slot_supply import TakenSlot, capacity_of, lacked_environments, take
+from coordinator.storage.slot_supply import Demand, TakenSlot, capacity_of, lacked_environments, take
 from coordinator.storage.standing import backoff_seconds, most_slots, note_return, start_backoff
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest
 from node.protocol.reasons import Reason, Refusal
@@ -100,19 +100,8 @@ def lease(
     if standing.proven:
         who["seen_since"] = now - OF_LATE_SECONDS
         _reopen_late(connection, at, node=node, place=place, versions=usable, most=wanted, spec=spec, now=now)
-    lacks = lacked_environments(request, spec)
-    chosen = take(
-        connection,
-        who,
-        proven=standing.proven,
-        at=at,
-        manifest=manifest,
-        versions=usable,
-        most=wanted,
-        lacks=lacks,
-        spec=spec,
-        now=now,
-    )
+    what = Demand(versions=usable, most=wanted, lacks=lacked_environments(request, spec))
+    chosen = take(connection, who, what, proven=standing.proven, at=at, manifest=manifest, spec=spec, now=now)
     granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
     if granted and not standing.proven:
         newcomers.note_leased(connection, place, len(granted), now=now)
@@ -186,7 +175,7 @@ def _overdue_at(spec: RunSpec, now: float) -> dict[str, float]:
 def return_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> None:
     """End a lease on its holder's request and reopen the slot; raises Refusal."""
     locks.submitting(connection)
-    found = _send_search(connection, statements.LOCKED_LEASE, lease_id)
+    found = _ask_for_lease(connection, statements.LOCKED_LEASE, lease_id)
     _active_lease(connection, found, node=node, lease_id=lease_id, now=now)
     _end_lease(connection, lease_id, LeaseState.RETURNED, now=now)
     note_return(connection, node, batch=spec.batch, now=now)
@@ -203,11 +192,11 @@ class StoredSubmission:
 
 def check_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> int:
     """Return the id of the slot that `node` may submit under `lease_id`, and lock nothing; raises Refusal."""
-    found = _send_search(connection, statements.LEASE, lease_id)
+    found = _ask_for_lease(connection, statements.LEASE, lease_id)
     return _usable_lease(connection, found, node=node, lease_id=lease_id, spec=spec, now=now)
 
 
-def _send_search(connection: Connection, statement: Prepared, lease_id: str) -> Callable[[], Rows]:
+def _ask_for_lease(connection: Connection, statement: Prepared, lease_id: str) -> Callable[[], Rows]:
     """Look for a lease by LEASE or LOCKED_LEASE; raises Refusal."""
     if not is_digest(lease_id):  # any text from a URL; PostgreSQL refuses NUL characters
         raise Refusal(Reason.UNKNOWN_LEASE, f"Lease {lease_id[:16]}….")
@@ -217,7 +206,7 @@ def _send_search(connection: Connection, statement: Prepared, lease_id: str) -> 
 def _usable_lease(
     connection: Connection, found: Callable[[], Rows], *, node: str, lease_id: str, spec: RunSpec, now: float
 ) -> int:
-    """Return the id of the slot that `node` may submit under `lease_id`, `found` by `_send_search`; raises Refusal."""
+    """Return the id of the slot that `node` may submit under `lease_id`, whose row is `found`; raises Refusal."""
     row = _active_lease(connection, found, node=node, lease_id=lease_id, now=now)
     floor = row.at.floor(spec.batch)
     if row.version < floor:
@@ -230,7 +219,7 @@ def submit(
 ) -> str:
     """Queue a stored submission for verification; return its id. Raises Refusal."""
     locks.submitting(connection)
-    found = _send_search(connection, statements.LOCKED_LEASE, lease_id)
+    found = _ask_for_lease(connection, statements.LOCKED_LEASE, lease_id)
     known = statements.KNOWN_BODY.ask(connection, {"body": arrival.body, "lease": lease_id})
     slot_id = _usable_lease(connection, found, node=node, lease_id=lease_id, spec=spec, now=now)
     if earlier := known():
