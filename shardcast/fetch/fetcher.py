@@ -93,15 +93,16 @@ class _Meter:
     fetched: int = 0
     started: float = field(default_factory=time.monotonic)
 
-    def expect(self, file: PayloadFile) -> None:
-        missing = file.missing_bytes
+    @contextlib.contextmanager
+    def expecting(self, file: PayloadFile) -> Iterator[None]:
+        """Count a file that the block fetches; what it leaves missing is fetched, and counted, by another way."""
         self.total += file.payload.payload_bytes
-        self.done += file.payload.payload_bytes - missing
-
-    def give_up(self, file: PayloadFile) -> None:
-        """Expect no more of a file: what is missing is fetched by another way, which is counted there."""
-        self.total -= file.missing_bytes
-        self.done = min(self.done, self.total)
+        self.done += file.payload.payload_bytes - file.missing_bytes
+        try:
+            yield
+        finally:
+            self.total -= file.missing_bytes
+            self.done = min(self.done, self.total)
 
     def arrived(self, length: int) -> None:
         self.done = min(self.total, self.done + length)
@@ -247,7 +248,6 @@ class Fetcher:
                 raise
 
     async def _download_in_full(self, result: PayloadFile, meter: _Meter) -> None:
-        meter.expect(result)
         await self._download(result, meter, self._limits)
         self.fetched.in_full += 1
 
@@ -385,7 +385,6 @@ class Fetcher:
             file = await asyncio.to_thread(self._store.delta, hop.signed, hop.index)
             await asyncio.to_thread(file.check, self._threads)
             if not file.is_complete():
-                meter.expect(file)
                 patience = replace(self._limits, stall_s=min(DELTA_STALL_S, self._limits.stall_s))
                 await self._download(file, meter, patience)
             await asyncio.to_thread(file.finish)
@@ -397,8 +396,5 @@ class Fetcher:
             meter.arrived(length)
 
         download = Download(file, sources=self._sources, transport=self._transport, arrived=arrived, limits=limits)
-        try:
+        with meter.expecting(file):
             await download.run()
-        except BaseException:  # also one that is cancelled because another delta of its chain failed
-            meter.give_up(file)
-            raise
