@@ -42,6 +42,9 @@ POSTGRESQL_SETTINGS = {
     # A process stopped inside a transaction must not block the others.
     "idle_in_transaction_session_timeout": "60000",
 }
+POSTGRESQL_LINK = {"keepalives_idle": 10, "keepalives_interval": 5, "tcp_user_timeout": 30_000}
+"""After 30 s without a sign of life a connection is lost. A server whose host is switched off says nothing, and by the
+system's own limits whoever waits for it does so for a quarter of an hour, or two hours: of a run's leases, all."""
 _FLUSH: Final = text("SELECT pg_logical_emit_message(true, 'swarmproof', '')")
 """Writes a few bytes to the write-ahead log; their commit flushes everything before them."""
 
@@ -109,10 +112,10 @@ class Database:
         self._prompt_writes: Engine = prompt.execution_options(**writes)
 
     def _open_postgresql(self, url: URL) -> None:
-        def settings(**more: str) -> dict[str, str | None]:
+        def settings(**more: str) -> dict[str, str | int | None]:
             options = " ".join(f"-c {name}={value}" for name, value in (POSTGRESQL_SETTINGS | more).items())
             # psycopg prepares nothing, or it would deallocate all of a connection's, `Prepared`'s too, at a rollback.
-            return {"options": options, "connect_timeout": "10", "prepare_threshold": None}
+            return {**POSTGRESQL_LINK, "options": options, "connect_timeout": 10, "prepare_threshold": None}
 
         durable, lazy = settings(synchronous_commit="on"), settings(synchronous_commit="off")
         self._engine = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=durable)

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import func, select, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 from swarm import INSTANCE
+from vanishing_host import VanishingHost
 from waiting import until
 
 from coordinator.errors import BadConfiguration
@@ -31,7 +32,7 @@ from coordinator.http.write_queue import WriteQueue
 from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.leader import Leader, last_leader, leader_thread
 from coordinator.run.service import Coordinator
-from coordinator.storage import locks, verdicts, work
+from coordinator.storage import database, locks, verdicts, work
 from coordinator.storage.database import JobOutcome
 from coordinator.storage.faults import LockHeld, is_away
 from coordinator.storage.postgresql import PreparedSession
@@ -398,6 +399,40 @@ def test_a_connection_that_breaks_under_statements_sent_together_is_away_too(hom
     assert is_away(raised.value)
     with home.database.write() as connection:
         run_all(connection, noted("first", "second", "third"))
+
+
+PAUSE = Prepared(text("SELECT pg_sleep(2)"))
+
+
+@pytest.mark.parametrize("when", ["while it is waited for", "before it is asked"])
+def test_a_server_whose_host_vanished_holds_up_leases_for_seconds(
+    tmp_path: Path, postgresql_url: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A standby has its address by then; without a limit the one thread that leases waits for a quarter of an hour."""
+    quickly = {"keepalives_idle": 1, "keepalives_interval": 1, "tcp_user_timeout": 2000}
+    monkeypatch.setattr(database, "POSTGRESQL_LINK", {name: quickly[name] for name in database.POSTGRESQL_LINK})
+    called = threading.Event()
+
+    def job() -> None:
+        with home.database.write(durable=False) as connection:
+            called.set()
+            PAUSE.rows(connection)
+
+    with VanishingHost(postgresql_url) as host, ThreadPoolExecutor(1) as pool:
+        home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=host.url)
+        home.database.execute_together([lambda: None], leasing=True)
+        if when == "before it is asked":
+            host.vanish()
+        waiting = pool.submit(home.database.execute_together, [job], leasing=True)
+        if when == "while it is waited for":
+            assert called.wait(20)
+            time.sleep(0.5)  # its statement has arrived, so that nothing is left to be sent again
+            host.vanish()
+        with pytest.raises(OperationalError) as raised:
+            waiting.result(30)
+        assert is_away(raised.value)
+        assert home.database.execute_together([lambda: "done"], leasing=True)[0].value == "done"
+        home.database.close()
 
 
 def test_whoever_waits_with_statements_sent_together_holds_up_no_other_thread(home: Home) -> None:
