@@ -6,7 +6,8 @@ Every function takes a write transaction, the time and the run's spec, and keeps
   step is about to need goes from a node that is late to a proven one.
 - A new node gets one slot at a time, and one more with each fully measured and admitted group, until one is rejected;
   unproven nodes together hold at most half of all slots in flight, those of one place at most PLACE_SHARE times what
-  they leave free for others, and nodes of one address a fixed number of leases.
+  they leave free for others, and nodes of one address a fixed number of leases. With work under way a node counts as
+  where it began that.
 - What a node returns or lets lapse goes to nodes of other places first; who returns more than its budget waits.
 - A banned node gets no lease.
 - At most (max_async + 1) training steps' worth of slots is in flight, so that no admitted group grows stale
@@ -79,17 +80,19 @@ def lease(
         expire_leases(connection, spec=spec, now=now)
         found, (head, last_step, manifest, unfinished, _) = _look(connection, node, check, spec=spec, now=now)
     at = Progress.of(head, last_step)
-    place = place_of(quota.address)
-    there = {"of_node": node, "now": now, "from_address": quota.address, "from_place": place}
+    address, place = quota.address, place_of(quota.address)
+    there = {"of_node": node, "now": now, "from_address": address, "from_place": place}
     oldest_held = min((held for held in request.held_versions if held <= at.head), default=None)
     seen = statements.NODE_SEEN.send(connection, {**there, "oldest_held": oldest_held, "is_busy": unfinished > 0})
     standing = _standing(node, (found or seen)())
+    if unfinished > 0 and standing.address:
+        address, place = standing.address, standing.place
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
     wait = backoff_seconds(standing.not_before, batch=spec.batch, now=now)
     most = most_slots(standing.of_slots, batch=spec.batch) - unfinished
     if quota.most_leases:
-        most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=quota.address))
+        most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=address))
     if not standing.proven and most > 0 and wait <= 0:
         most = min(most, _unproven_capacity(connection, at, spec=spec, place=place, now=now))
     wanted = min(request.slots, most)
@@ -284,12 +287,14 @@ def _end_lease(connection: Connection, name: str, state: LeaseState, *, now: flo
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """A node's record; it is proven while its last submission was admitted."""
+    """A node's record, and where it counts as being; it is proven while its last submission was admitted."""
 
     admitted: int
     rejected_streak: int
     not_before: float
     of_slots: Standing
+    address: str
+    place: str
 
     @property
     def proven(self) -> bool:
@@ -313,8 +318,9 @@ def _standing(node: str, rows: Rows) -> _Standing:
     """Return the standing in what was read of a node's row; raises Refusal for an unknown node."""
     if not rows:
         raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….")
-    ((admitted, rejected_streak, not_before, verified, strikes),) = rows
-    return _Standing(admitted, rejected_streak, not_before, Standing(verified=verified, strikes=strikes))
+    ((admitted, rejected_streak, not_before, verified, strikes, address, place),) = rows
+    of_slots = Standing(verified=verified, strikes=strikes)
+    return _Standing(admitted, rejected_streak, not_before, of_slots, address, place)
 
 
 def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, place: str, now: float) -> int:

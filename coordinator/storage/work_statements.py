@@ -63,16 +63,27 @@ _LAST_STEP = select(func.max(steps.c.step)).scalar_subquery()
 PROGRESS = Prepared(select(_HEAD, _LAST_STEP))
 
 _OLDEST_HELD = bindparam("oldest_held", type_=Integer)
-_KEEPS_HELD = and_(bindparam("is_busy", type_=Boolean), or_(_OLDEST_HELD.is_(None), nodes.c.held_from < _OLDEST_HELD))
+_IS_BUSY = bindparam("is_busy", type_=Boolean)
+_KEEPS_HELD = and_(_IS_BUSY, or_(_OLDEST_HELD.is_(None), nodes.c.held_from < _OLDEST_HELD))
 """Whether a node may have older policies than it says: with work under way it names those that it would begin with."""
-_STANDING = (nodes.c.admitted, nodes.c.rejected_streak, nodes.c.not_before, nodes.c.verified, nodes.c.strikes)
+_STAYS = and_(_IS_BUSY, nodes.c.address != "")
+"""Whether a node counts as where it was before: with what it has under way it would leave room there for other keys."""
+_STANDING = (
+    nodes.c.admitted,
+    nodes.c.rejected_streak,
+    nodes.c.not_before,
+    nodes.c.verified,
+    nodes.c.strikes,
+    nodes.c.address,
+    nodes.c.place,
+)
 NODE_SEEN = Prepared(
     update(nodes)
     .where(nodes.c.node == bindparam("of_node"))
     .values(
         seen_at=bindparam("now"),
-        address=bindparam("from_address"),
-        place=bindparam("from_place"),
+        address=case((_STAYS, nodes.c.address), else_=bindparam("from_address")),
+        place=case((_STAYS, nodes.c.place), else_=bindparam("from_place")),
         held_from=case((_KEEPS_HELD, nodes.c.held_from), else_=_OLDEST_HELD),
     )
     .returning(*_STANDING)

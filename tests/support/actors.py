@@ -73,11 +73,18 @@ class Actors:
             training.finish_step(connection, version - 1, stats={}, now=self.now)
 
     def lease(
-        self, node: str, *, held: tuple[int, ...], count: int = 1, address: str = "", lacks: tuple[int, ...] = ()
+        self,
+        node: str,
+        *,
+        held: tuple[int, ...],
+        count: int = 1,
+        address: str = "",
+        most: int = 0,
+        lacks: tuple[int, ...] = (),
     ) -> list[work.Lease]:
         with self.home.database.write() as connection:
             request = LeaseRequest(held_versions=held, slots=count, instance="0" * 32, lacks=lacks or UNSET)
-            quota, spec = work.AddressQuota(address), self.home.spec
+            quota, spec = work.AddressQuota(address, most), self.home.spec
             reply = work.lease(connection, node=who(node), request=request, spec=spec, now=self.now, quota=quota)
             return list(reply.leases)
 

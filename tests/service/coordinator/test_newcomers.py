@@ -108,3 +108,29 @@ def test_leases_that_lapse_all_at_once_hold_up_no_request_for_all_of_them(
         overdue = connection.execute(active.where(leases.c.expires_at <= actors.now)).scalar_one()
     assert overdue == 0
     home.database.close()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_attack_new_keys_that_move_on_with_their_slots_leave_others_their_share(
+    actors: Actors, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that gets nothing could say that its node, slots and all, is now somewhere else."""
+    if not is_kept:
+        monkeypatch.setattr(newcomers, "FEW", 1000)
+    held = 0
+    for node in range(NODES):
+        held += len(actors.lease(str(node), held=(0,), address="10.0.0.1"))
+        actors.lease(str(node), held=(0,), address="10.9.0.1")
+        actors.now += 0.1
+    assert held <= 3 * (SHARE - held + 1)
+
+
+def test_attack_keys_of_one_address_that_move_on_with_their_leases_hold_as_many_as_before(actors: Actors) -> None:
+    held = [actors.lease(str(node), held=(0,), address="10.0.0.1", most=2) for node in range(2)]
+    assert [len(each) for each in held] == [1, 1]
+    for node in range(2):
+        actors.lease(str(node), held=(0,), address="10.9.0.1", most=2)
+    assert actors.lease("2", held=(0,), address="10.0.0.1", most=2) == []
+    assert len(actors.lease("3", held=(0,), address="10.9.0.1", most=2)) == 1
+    actors.give_back("0", *held[0])
+    assert len(actors.lease("4", held=(0,), address="10.0.0.1", most=2)) == 1
