@@ -66,7 +66,8 @@ def take(
     spec: RunSpec,
     now: float,
 ) -> list[TakenSlot]:
-    """Take slots; `who` has the node, its place, and since when (`lately`) that place may not have given the slot up.
+    """Take slots; `who` has the node, its place, and between which times that place may not have given the slot up:
+    `lately` and `ahead`, a little after now.
 
     `manifest` is the digest of the newest policy's.
     """

@@ -99,7 +99,12 @@ def lease(
     if wait > 0 or wanted <= 0 or at.head < 0 or at.is_over(spec):
         return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
     usable = _usable_versions(connection, request.held_versions, at, spec=spec, now=now)
-    who: dict[str, str | float] = {"node": node, "place": place, "lately": now - OTHERS_FIRST_SECONDS}
+    who: dict[str, str | float] = {
+        "node": node,
+        "place": place,
+        "lately": now - OTHERS_FIRST_SECONDS,
+        "ahead": now + gaps.CLOCK_STEP_SECONDS,
+    }
     if standing.proven:
         who["seen_since"] = now - OF_LATE_SECONDS
         _reopen_late(connection, at, node=node, place=place, versions=usable, most=wanted, spec=spec, now=now)

@@ -199,6 +199,10 @@ _IS_SENIOR = (
 )
 
 
+# An end that is farther ahead is one of before this machine's clock was set back: nobody waits for that time to come.
+_ENDED_LATELY = and_(leases.c.ended_at > bindparam("lately"), leases.c.ended_at <= bindparam("ahead"))
+
+
 def _open_slots(*, with_failures: bool) -> Select[Any]:
     """Select open slots, oldest first, that `node` neither failed nor let lapse twice.
 
@@ -214,14 +218,14 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
         leases.c.slot_id == slots.c.id, leases.c.node == bindparam("node"), leases.c.state == LeaseState.EXPIRED
     )
     given_up = select(leases.c.slot_id).where(
-        leases.c.ended_at > bindparam("lately"),
+        _ENDED_LATELY,
         leases.c.node == nodes.c.node,
         or_(nodes.c.node == bindparam("node"), and_(_THERE, nodes.c.place != "")),
     )
     # Of an open slot, every lease but an active one is a failure.
     ended = _one_of(leases.c.state, *(state for state in LeaseState if state is not LeaseState.ACTIVE))
     failures = _how_many(leases.c.slot_id == slots.c.id, ended).scalar_subquery()
-    ended_lately = _how_many(leases.c.slot_id == slots.c.id, leases.c.ended_at > bindparam("lately")).scalar_subquery()
+    ended_lately = _how_many(leases.c.slot_id == slots.c.id, _ENDED_LATELY).scalar_subquery()
     return (
         select(slots.c.id, slots.c.version, slots.c.number, policies.c.manifest_digest, slots.c.candidate)
         .join(policies, policies.c.version == slots.c.version)

@@ -46,6 +46,23 @@ def test_a_slot_that_was_leased_in_the_future_is_given_out_again(actors: Actors)
     assert [lease.slot for lease in actors.lease("b", held=(0,), count=3)] == taken
 
 
+@pytest.mark.parametrize("ended", ["returned", "lapsed"])
+def test_a_slot_that_was_given_up_in_the_future_goes_to_its_network_again(actors: Actors, ended: str) -> None:
+    """Where all workers are of one network, nobody else is there to take it."""
+    (lease,) = actors.lease("a", held=(0,), address="192.168.1.0")
+    if ended == "returned":
+        actors.now += 40
+        actors.give_back("a", lease)
+    else:
+        actors.now += HOUR
+        actors.lease("b", held=(0,), address="192.168.1.0")
+        actors.now -= HOUR
+    actors.now -= 30
+    actors.register("c")
+    again = [one.slot for one in actors.lease("c", held=(0,), count=3, address="192.168.1.0")]
+    assert lease.slot in again
+
+
 def test_a_lease_survives_a_clock_that_is_set_back_by_a_moment(actors: Actors) -> None:
     (lease,) = actors.lease("a", held=(0,))
     actors.now -= 2
