@@ -39,7 +39,7 @@ from node.protocol.merkle import (
     verify_inclusion,
 )
 from node.protocol.messages import BatchEntry, PolicyEntry, Receipt, RunEntry, VerdictEntry
-from node.protocol.notes import KeyKind, VerifierKey, cosign_text, join_note, parse_note
+from node.protocol.notes import KeyKind, VerifierKey, cosign_text, join_note, parse_note, parse_signatures
 from node.protocol.reasons import Reason
 from node.protocol.run import MAX_DESCRIPTOR_BYTES, HonestSpec, LevelSpec, LimitsSpec, RunSpec
 from shardcast.errors import Malformed, PeerFault
@@ -278,6 +278,16 @@ def _add_checkpoint(_: ExitStack) -> Harness:
     return Harness(seeds, run, (Malformed,), bytes_mutator(b"\n", b"old ", b"A" * 43 + b"="))
 
 
+def _cosignatures(_: ExitStack) -> Harness:
+    """Feed what a witness answers. What is read must come back as it was."""
+
+    def run(data: bytes) -> None:
+        assert b"".join(one.line for one in parse_signatures(data)) == data, "signatures with a second spelling"
+
+    lines = b"".join(one.line for one in parse_note(_witnessed()[0]).signatures)
+    return Harness([lines], run, (Malformed,), bytes_mutator(b"\n", _DASH[1:], b" ", b"A" * 43 + b"=", b"="))
+
+
 def _receipt(_: ExitStack) -> Harness:
     receipts = [
         Receipt(
@@ -307,5 +317,6 @@ TARGETS = (
     Target("log.proof_reply", "a run's coordinator, to an auditor", 30, _proof_reply),
     Target("log.checkpoint", "a run's coordinator, to an auditor", 30, _checkpoint),
     Target("log.add_checkpoint", "whoever reaches a witness", 30, _add_checkpoint),
+    Target("log.cosignatures", "a witness, to the coordinator", 30, _cosignatures),
     Target("log.receipt", "a run's coordinator, to a worker", 30, _receipt),
 )

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed
 from benchmarks.fuzzing.target import Harness, Target
+from node.protocol.membership import Puzzle
 from node.protocol.messages import (
     MAX_CLAIM_BYTES,
     MAX_MESSAGE_BYTES,
@@ -26,6 +27,8 @@ from node.protocol.messages import (
     RelayAnnouncement,
     RequestClaim,
     SubmissionReply,
+    UploadReply,
+    UploadRequest,
 )
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import check_claim, open_claim, read_authorization, sign_request
@@ -85,6 +88,9 @@ LEASE_REPLIES = (
     LeaseReply(leases=(), head_version=-1, retry_after_seconds=1e-6),
     LeaseReply(leases=(LEASE, LEASE), head_version=3, retry_after_seconds=0.0),
 )
+UPLOAD = UploadRequest(body=DIGEST, body_bytes=123_456, sha256=OTHER_DIGEST)
+OFFER = UploadReply(url="https://store.example/run/uploads/0f?X-Amz-Signature=0f&X-Amz-Expires=300", expires_at=NOW)
+PUZZLE = Puzzle(salt=DIGEST, bits=20, expires_at=NOW)
 REJECTION = Rejection(
     submission=DIGEST, reason=Reason.WRONG_TOKEN, detail="Row 3 has another token.", decided_at=NOW, log_index=17
 )
@@ -202,6 +208,7 @@ TARGETS = (
     Target("messages.registration", "any key, to the coordinator", 40, _plain(Registration, *REGISTRATIONS)),
     Target("messages.relay_announcement", "any key, to the coordinator", 40, _plain(RelayAnnouncement, *ANNOUNCEMENTS)),
     Target("messages.lease_request", "any key, to the coordinator", 40, _plain(LeaseRequest, *LEASE_REQUESTS)),
+    Target("messages.upload_request", "any key, to the coordinator", 20, _plain(UploadRequest, UPLOAD)),
     Target("messages.descriptor", "whoever answers for a run", 60, _descriptor),
     Target(
         "messages.lease_reply",
@@ -209,6 +216,8 @@ TARGETS = (
         40,
         _plain(LeaseReply, *LEASE_REPLIES, max_bytes=512 * 1024),
     ),
+    Target("messages.upload_reply", "whoever answers as the coordinator", 20, _plain(UploadReply, OFFER)),
+    Target("messages.puzzle", "whoever answers as the coordinator", 20, _plain(Puzzle, PUZZLE)),
     Target("messages.node_standing", "whoever answers as the coordinator", 20, _plain(NodeStanding, STANDING)),
     Target("messages.submission_reply", "whoever answers as the coordinator", 20, _submission_reply),
     Target("messages.error_reply", "whoever answers as the coordinator", 30, _plain(ErrorReply, *ERROR_REPLIES)),
