@@ -239,7 +239,7 @@ def measuring_items(shape: ModelShape, spec: RunSpec) -> tuple[Item, ...]:
 
 
 def disk_items(shape: ModelShape, spec: RunSpec, *, teacher: ModelShape | None = None) -> tuple[Item, ...]:
-    """Return the disk of each role in steady state, and a worker's while a policy arrives.
+    """Return the disk of each role while a policy arrives; in steady state it is one policy less for all but trainers.
 
     Whole are as many as benchmarks/store.py finds (docs/broadcast.md, "Disk"); what is older is a delta
     (docs/adr/0030-old-versions-are-deltas.md).
@@ -257,9 +257,9 @@ def disk_items(shape: ModelShape, spec: RunSpec, *, teacher: ModelShape | None =
         Item("trainer: first and newest policy", 2 * policy),
         Item("trainer: origin, for each policy that it keeps whole", policy),
         Item("trainer: origin, for each older one", delta),
-        Item(f"verifier: 2 policies, and {kept - 2} as deltas", 2 * policy + (kept - 2) * delta),
-        Item(f"relay: 2 policies, and {relayed} deltas", 2 * policy + relayed * delta),
-        Item("worker: one policy, and the next one while it arrives", 2 * policy),
+        Item(f"verifier: 2 policies, {kept - 2} as deltas, and the next one", 3 * policy + (kept - 2) * delta),
+        Item(f"relay: 2 policies, {relayed} deltas, and the next policy", 3 * policy + relayed * delta),
+        Item("worker: one policy, and the next one", 2 * policy),
     )
 
 

@@ -33,24 +33,26 @@ def _folder_bytes(folder: Path) -> int:
 
 
 class RoomCheck:
-    """Warns once that a store of `versions` whole versions will not fit, as soon as the size of one is known."""
+    """Warns that a store of `versions` whole versions will not fit, a version or more before its disk is full."""
 
     def __init__(self, root: Path, *, versions: int, quota_bytes: int | None = None) -> None:
         self._root, self._versions, self._quota_bytes = root, versions, quota_bytes
-        self._is_done = False
+        self._is_short = False
 
     def note(self, result_bytes: int) -> None:
-        """Compare room and need; every call but the first does nothing."""
-        if self._is_done:
-            return
-        self._is_done = True
-        need = self._versions * result_bytes
-        asked = f"{self._versions} whole versions of {_size(result_bytes)} take {_size(need)}"
-        if self._quota_bytes is not None and self._quota_bytes < need:
-            logger.warning("%s, but the quota is %s: raise it", asked, _size(self._quota_bytes))
+        """Compare room and need before each version, as others may fill the disk; log when it becomes too small."""
+        need, was_short = self._versions * result_bytes, self._is_short
         room = sum(disk_use(self._root).values()) + shutil.disk_usage(self._root).free
+        quota_bytes = need if self._quota_bytes is None else self._quota_bytes
+        self._is_short = min(room, quota_bytes) < need
+        if was_short or not self._is_short:
+            return
+        asked = f"{self._versions} whole versions of {_size(result_bytes)} take {_size(need)}"
+        if quota_bytes < need:
+            logger.warning("%s, but the quota is %s: raise it", asked, _size(quota_bytes))
         if room < need:
-            logger.warning("%s, but the disk of %s has room for %s: free some", asked, self._root, _size(room))
+            advice = f"free {_size(need - room)}, or move the folder to a larger one"
+            logger.warning("%s, but the disk of %s has room for %s: %s", asked, self._root, _size(room), advice)
 
 
 def _size(count: int) -> str:
