@@ -177,22 +177,21 @@ class DeltaFile:
         """Return whether any byte of a window may differ from the base."""
         return self._length(window) > 0
 
-    def apply(self, window: int, base: bytes | bytearray | memoryview) -> bytearray:
-        """Compute the result's bytes of a window from the base's.
+    def apply(self, window: int, data: memoryview) -> None:
+        """Turn the base's bytes of a window into the result's, in place.
 
-        Raises Malformed "bad_delta" and LocalFault; ValueError when `base` is not as long as the window.
+        Raises Malformed "bad_delta" and LocalFault, which leave `data` undefined; ValueError when it is not as long as
+        the window.
         """
         length = self._length(window)
-        if len(base) != min(self.window_bytes, self.result_bytes - window * self.window_bytes):
-            raise ValueError(f"base of {len(base)} bytes does not match window {window}")
-        result = bytearray(base)
+        if len(data) != min(self.window_bytes, self.result_bytes - window * self.window_bytes):
+            raise ValueError(f"base of {len(data)} bytes does not match window {window}")
         if length:
             try:
                 change = self._read(int(self._ends[window]) - length, length)
             except OSError as error:
                 raise as_local_fault(error, self._path) from error
-            _apply(memoryview(change), result)
-        return result
+            _apply(memoryview(change), data)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -217,7 +216,7 @@ class DeltaFile:
         return data
 
 
-def _apply(change: memoryview, window: bytearray) -> None:
+def _apply(change: memoryview, window: memoryview) -> None:
     """Validate the segments of a change against each other and the window, then decode them in place."""
     if len(change) < _COUNT.size:
         raise bad_delta("change has no segments")

@@ -176,10 +176,11 @@ class PayloadFile:
         with self._borrow_descriptor() as file:
             return file is not None and self._verify(file, index)
 
-    def read_range(self, offset: int, length: int) -> bytes:
-        """Read unverified bytes from disk, fewer where unreadable; the caller verifies the outcome."""
-        with self._borrow_descriptor() as file:
-            return b"" if file is None else _pread(file, length, offset)
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with unverified bytes from disk, as far as readable; the caller verifies the outcome."""
+        with self._borrow_descriptor() as file, _unreadable_is_missing():
+            if file is not None:
+                os.preadv(file, [target], offset)
 
     def trust(self) -> None:
         """Mark every held chunk as verified; only for whoever hashed it while writing."""
@@ -334,13 +335,20 @@ def _duplicates(payload: Payload) -> dict[int, tuple[int, ...]]:
 
 
 def _pread(file: int, length: int, offset: int) -> bytes:
-    """Read from `file`; empty on EIO, so that the digest check finds the chunk damaged and replaces it."""
-    try:
+    """Read from `file`; empty where it cannot be read."""
+    with _unreadable_is_missing():
         return os.pread(file, length, offset)
+    return b""
+
+
+@contextmanager
+def _unreadable_is_missing() -> Iterator[None]:
+    """Ignore EIO, so that the digest check finds the chunk damaged and replaces it."""
+    try:
+        yield
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        return b""
 
 
 def _preallocate(descriptor: int, size_bytes: int) -> None:

@@ -60,12 +60,12 @@ def make(folder: Path, base: bytes, result: bytes, **options: Any) -> int | None
 
 def apply_all(path: Path, base: bytes, *, chunk_bytes: int = CHUNK) -> bytes:
     """The result by the rule that clients follow: what has not changed is copied."""
-    pieces: list[bytes | bytearray] = []
     with DeltaFile.open(path, result_bytes=len(base), chunk_bytes=chunk_bytes) as delta:
+        result, size = bytearray(base), delta.window_bytes
         for window in range(delta.window_count):
-            piece = base[window * delta.window_bytes : (window + 1) * delta.window_bytes]
-            pieces.append(delta.apply(window, piece) if delta.changed(window) else piece)
-    return b"".join(pieces)
+            if delta.changed(window):
+                delta.apply(window, memoryview(result)[window * size : (window + 1) * size])
+    return bytes(result)
 
 
 def round_trip(folder: Path, base: bytes, result: bytes, **options: Any) -> int:
@@ -149,12 +149,13 @@ def test_unchanged_windows_are_told(tmp_path: Path) -> None:
     assert size < 150
     with DeltaFile.open(tmp_path / "delta", result_bytes=len(base), chunk_bytes=CHUNK) as delta:
         assert [delta.changed(window) for window in range(delta.window_count)] == [False, True, False]
-        assert delta.apply(0, base[:WINDOW]) == base[:WINDOW]
+        delta.apply(0, memoryview(unchanged := bytearray(base[:WINDOW])))
+        assert unchanged == base[:WINDOW]
         for window in (-1, 3):
             with pytest.raises(IndexError):
                 delta.changed(window)
         with pytest.raises(ValueError, match="match window 1"):
-            delta.apply(1, base[: WINDOW - 1])
+            delta.apply(1, memoryview(bytearray(WINDOW - 1)))
 
 
 @pytest.mark.parametrize(("share", "least_ratio"), [(0.0066, 225), (0.0185, 94)])
@@ -218,8 +219,8 @@ def test_threads_may_share_a_delta(tmp_path: Path) -> None:
         DeltaFile.open(tmp_path / "delta", result_bytes=len(base), chunk_bytes=CHUNK) as delta,
         ThreadPoolExecutor(4) as pool,
     ):
-        windows = [window % 6 for window in range(12)]
-        pieces = list(pool.map(lambda w: delta.apply(w, memoryview(base)[w * WINDOW : (w + 1) * WINDOW]), windows))
+        pieces = [bytearray(base[w % 6 * WINDOW : (w % 6 + 1) * WINDOW]) for w in range(12)]
+        list(pool.map(lambda w: delta.apply(w % 6, memoryview(pieces[w])), range(12)))
     assert b"".join(pieces) == 2 * result
 
 
@@ -265,7 +266,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
             files["base"].open("rb") as base,
         ):
             for window in range(delta.window_count):
-                delta.apply(window, base.read(WINDOW))
+                delta.apply(window, memoryview(bytearray(base.read(WINDOW))))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

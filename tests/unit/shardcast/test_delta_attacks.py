@@ -276,7 +276,7 @@ def try_file(folder: Path, base: bytes, data: bytes) -> bool:
             for window in range(delta.window_count):
                 if delta.changed(window):
                     size = delta.window_bytes
-                    delta.apply(window, memoryview(base)[window * size : (window + 1) * size])
+                    delta.apply(window, memoryview(bytearray(base[window * size : (window + 1) * size])))
     except Malformed as error:
         assert error.code == "bad_delta"
         return False
