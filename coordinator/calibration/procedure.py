@@ -10,6 +10,7 @@ import random
 import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from coordinator.calibration.result import CalibrationResult, CheatOutcome, outc
 from coordinator.calibration.sketch_step import find_step
 from coordinator.calibration.slots import SyntheticSlots
 from coordinator.calibration.trial import judge_group_alone
-from coordinator.calibration.workers import IN_FLIGHT, HonestWorker, make_workers
+from coordinator.calibration.workers import IN_FLIGHT, PolicyWorker, make_workers
 from coordinator.errors import BadConfiguration
 from coordinator.training.initial import initial_policy
 from node.client.http import measure_body
@@ -162,18 +163,22 @@ class _Calibration:
                         f"one is {self._digest}: give everybody one file (--policy)"
                     )
             self._slots = SyntheticSlots(self._spec, blueprint, datasets=settings.datasets)
-            self._workers = make_workers(settings.engines, recurrent=recurrent, **options)
+            # vLLM last: see `_honest`.
+            workers = make_workers(sorted(settings.engines), recurrent=recurrent, **options)
+            self._workers = [PolicyWorker(worker, self._path) for worker in workers]
             prefills = make_prefills(self._spec, make)
             try:
                 self._prefill = await prefills.prefill(self._path, version=0)
                 yield self
             finally:
+                for worker in self._workers:
+                    await worker.close()
                 await prefills.close()
 
     async def record(self) -> Recording:
         """Draw and measure honest work; `ready` has to be entered."""
         settings = self._settings
-        honest = {worker.name: (await self._honest(worker)).measured for worker in self._workers}
+        honest = {name: work.measured for name, work in (await self._honest()).items()}
         self._check_finite(list(honest.values()))
         device, vllm = find_device(settings.device), "vllm" in (*settings.engines, settings.verifier)
         threads = settings.threads or (os.cpu_count() or 1 if vllm else 1)
@@ -185,9 +190,8 @@ class _Calibration:
         settings = self._settings
         # Whoever recorded did so with the run's step.
         if self._spec.proofs.has_sketch and not (settings.recordings or settings.accepted):
-            hidden = self._prefill.blueprint.hidden
-            self._spec = await find_step(self._spec, self._farthest_distances, hidden=hidden)
-        honest = {worker.name: await self._honest(worker) for worker in self._workers}
+            self._spec = await self._with_widest_step()
+        honest = await self._honest()
         own = [work.measured for work in honest.values()]
         self._check_finite(own)
         taken, recorded = choose(
@@ -216,20 +220,31 @@ class _Calibration:
         family = ATTENTION_FAMILIES.get(self._prefill.blueprint.config.model_type)
         return family is not None and family.experts is not None
 
-    async def _farthest_distances(self, spec: RunSpec) -> list[float]:
-        """Return the sketch distances of the worker with the largest mean square."""
-        found = []
-        for worker in self._workers:
-            drawn = await worker.draw(spec, self._path, self._slots, groups=STEP_GROUPS, in_flight=STEP_IN_FLIGHT)
-            work = await self._measured(drawn, spec)
-            found.append([value for group in work.measured for one in group for value in one.sketch_distances])
-        return max(found, key=lambda values: sum(value**2 for value in values) / len(values))
+    async def _with_widest_step(self) -> RunSpec:
+        """Return the run with the sketch's step that fits the farthest of its workers."""
+        hidden = self._prefill.blueprint.hidden
+        found = [await find_step(self._spec, partial(self._distances, one), hidden=hidden) for one in self._workers]
+        return max(found, key=lambda spec: spec.proofs.sketch_step)
 
-    async def _honest(self, worker: HonestWorker) -> _MeasuredWork:
-        log.info("drawing %d groups with %s", self._settings.groups, worker.name)
-        return await self._measured(
-            await worker.draw(self._spec, self._path, self._slots, groups=self._settings.groups), self._spec
-        )
+    async def _distances(self, worker: PolicyWorker, spec: RunSpec) -> list[float]:
+        numbers = self._slots.allocate(STEP_GROUPS)
+        work = await self._measured(await worker.draw(spec, self._slots, numbers, in_flight=STEP_IN_FLIGHT), spec)
+        return [value for group in work.measured for one in group for value in one.sketch_distances]
+
+    async def _honest(self) -> dict[str, _MeasuredWork]:
+        """Draw and measure each worker's honest work, the last worker's first.
+
+        That is vLLM, which still runs since the sketch's step was sought: so it is started once, and shares the
+        machine's memory with the verifier's prefill alone.
+        """
+        numbers = [self._slots.allocate(self._settings.groups) for _ in self._workers]
+        found = dict[str, _MeasuredWork]()
+        for worker, own in reversed(list(zip(self._workers, numbers, strict=True))):
+            log.info("drawing %d groups with %s", self._settings.groups, worker.name)
+            drawn = await worker.draw(self._spec, self._slots, own)
+            await worker.close()
+            found[worker.name] = await self._measured(drawn, self._spec)
+        return {worker.name: found[worker.name] for worker in self._workers}
 
     async def _measured(self, drawn: Sequence[Sequence[Rollout]], spec: RunSpec) -> _MeasuredWork:
         """Measure one group at a time, as a verifier with a short queue does."""

@@ -17,6 +17,7 @@ from node.commands.engine_options import engine_maker
 from node.engines.base import Engine
 from node.engines.device import find_device
 from node.engines.torch import TorchEngine
+from node.engines.vllm import VllmEngine
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
 
@@ -85,13 +86,49 @@ class HonestWorker:
         self, spec: RunSpec, policy: Path, slots: SyntheticSlots, *, groups: int, in_flight: Sequence[int] = IN_FLIGHT
     ) -> list[list[Rollout]]:
         """Draw `groups` groups, in equal parts with each number of slots in flight."""
-        drawn: list[list[Rollout]] = []
         async with self.running(spec, policy) as engine:
-            for index, at_once in enumerate(in_flight):
-                part = groups * (index + 1) // len(in_flight) - groups * index // len(in_flight)
-                requests = [slots.requests(slot) for slot in slots.allocate(part)]
-                drawn += await draw(engine, requests, at_once=at_once)
-        return drawn
+            return await _draw_slots(engine, slots, slots.allocate(groups), in_flight=in_flight)
+
+
+class PolicyWorker:
+    """A worker that draws one policy several times: vLLM, which takes minutes to start, stays until `close`."""
+
+    def __init__(self, worker: HonestWorker, policy: Path) -> None:
+        self.name = worker.name
+        self._worker, self._policy = worker, policy
+        self._running = contextlib.AsyncExitStack()
+        self._kept: VllmEngine | None = None
+
+    async def draw(
+        self, spec: RunSpec, slots: SyntheticSlots, numbers: Sequence[int], *, in_flight: Sequence[int] = IN_FLIGHT
+    ) -> list[list[Rollout]]:
+        """Draw the slots `numbers` as `HonestWorker.draw`; `spec` may differ from the last draw's in its proofs."""
+        if self._kept is not None:
+            await self._kept.prove(spec.proofs)
+            return await _draw_slots(self._kept, slots, numbers, in_flight=in_flight)
+        engine = await self._running.enter_async_context(self._worker.running(spec, self._policy))
+        if isinstance(engine, VllmEngine):
+            self._kept = engine
+        try:
+            return await _draw_slots(engine, slots, numbers, in_flight=in_flight)
+        finally:
+            if self._kept is None:
+                await self.close()
+
+    async def close(self) -> None:
+        """End what stays; idempotent."""
+        self._kept = None
+        await self._running.aclose()
+
+
+async def _draw_slots(
+    engine: Engine, slots: SyntheticSlots, numbers: Sequence[int], *, in_flight: Sequence[int]
+) -> list[list[Rollout]]:
+    drawn: list[list[Rollout]] = []
+    for index, at_once in enumerate(in_flight):
+        first, last = (len(numbers) * bound // len(in_flight) for bound in (index, index + 1))
+        drawn += await draw(engine, [slots.requests(slot) for slot in numbers[first:last]], at_once=at_once)
+    return drawn
 
 
 _KERNELS: Mapping[str, type[TorchEngine]] = {"torch sdpa": TorchEngine, "torch eager": EagerEngine}

@@ -94,8 +94,9 @@ class _Track:
 class Recorder:
     """Forces and proves the tokens of one engine. Not thread-safe: call every method from one thread.
 
-    `version` is that of the policy the model holds; update it together with the weights. `choose` replaces the
-    protocol's sampling rule only in measurements of who is caught.
+    `version` is that of the policy the model holds; update it together with the weights. `scheme` may be replaced by
+    one with chunks of the same size. `choose` replaces the protocol's sampling rule only in measurements of who is
+    caught.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Recorder:
     ) -> None:
         self.version = version
         self._span = chunk_tokens = proofs.chunk_tokens
-        self._scheme = proofs
+        self.scheme = proofs
         self._temperature = temperature
         self._device = device
         self._proves = proves
@@ -228,7 +229,7 @@ class Recorder:
         slots = to_device(np.array([track.slot for track, _ in cuts]), self._device)
         held = self._hidden[slots], self._tokens[slots], self._logprobs[slots]
         taken = self._streams.hand_over(held)
-        self._last = self._prover.submit(_complete_chunks, [chunk for _, chunk in cuts], taken, scheme=self._scheme)
+        self._last = self._prover.submit(_complete_chunks, [chunk for _, chunk in cuts], taken, scheme=self.scheme)
 
     # -- after a completion
 

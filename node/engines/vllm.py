@@ -32,7 +32,7 @@ from node.engines.vllm_host import VllmHost, describe_error
 from node.engines.vllm_settings import VllmSettings
 from node.policy.file import Blueprint
 from node.protocol.profiles import Hardware
-from node.protocol.run import RunSpec
+from node.protocol.run import ProofSpec, RunSpec
 from node.protocol.submission import Rollout
 
 COLLECT_SECONDS = 0.005
@@ -73,6 +73,10 @@ class VllmEngine:
 
     async def load(self, path: Path, *, version: int) -> None:
         await self._host.load(path, version=version)
+
+    async def prove(self, proofs: ProofSpec) -> None:
+        """Prove what is drawn from now on as `proofs` says, without another start; its chunks have the same size."""
+        await self._host.prove(proofs)
 
     async def generate(
         self, requests: Sequence[SampleRequest], *, on_finished: Callable[[], None] | None = None

@@ -28,7 +28,7 @@ from node.policy.families import ATTENTION_FAMILIES
 from node.policy.file import Blueprint
 from node.policy.reading import inspect_once
 from node.protocol.profiles import Hardware, hardware_of
-from node.protocol.run import RunSpec
+from node.protocol.run import ProofSpec, RunSpec
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,13 @@ class VllmHost:
         """Return what vLLM computes on here, as `Engine.hardware`; imports a part of it, and starts nothing."""
         _set_environment(self._settings)
         return await asyncio.to_thread(_hardware, self._settings, self._spec)
+
+    async def prove(self, proofs: ProofSpec) -> None:
+        """Prove as `proofs` says from now on; raises ValueError for chunks of another size."""
+        if proofs.chunk_tokens != self._spec.proofs.chunk_tokens:
+            raise ValueError("a running engine keeps the size of its chunks")
+        self._spec = msgspec.structs.replace(self._spec, proofs=proofs)
+        await self.call("swarmproof_prove", msgspec.msgpack.encode(proofs))
 
     # -- policies
 

@@ -156,6 +156,10 @@ class ProvingWorker:
                 kernel.fused_experts.process_weights_after_loading(module)
         _recorders[0].version = version
 
+    def swarmproof_prove(self, proofs: bytes) -> None:
+        """Prove as the `ProofSpec` in MessagePack says from the next chunk on; its chunks have the same size."""
+        _recorders[0].scheme = msgspec.msgpack.decode(proofs, type=ProofSpec)
+
     def swarmproof_take(self, wanted: list[list[Any]]) -> bytes:
         """Collect the records of `[[name, tokens], …]` as MessagePack of `list[Recorded]`; empty except on rank 0."""
         if self.rank != 0:

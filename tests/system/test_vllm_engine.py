@@ -39,6 +39,7 @@ from node.protocol.submission import chunk_count
 from node.protocol.turns import StopStrings, ThinkingBudget, TurnRules, pieces, replay
 from node.verification.measure import Measurement
 from node.verification.prefill import TransformersPrefill
+from node.verification.spans import spans_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -301,6 +302,23 @@ async def test_a_tool_between_turns_is_read_by_vllm_as_by_everybody(engine, tmp_
     assert figures.exponent_mismatches <= 1
     assert figures.token_margin <= 1e-4
     assert figures.logprob_error <= 1e-4
+
+
+async def test_a_running_engine_proves_by_another_step_of_the_sketch(engine, prefills):
+    """A calibration seeks the step: a start of vLLM for each would take longer than all that it draws."""
+    proofs = ProofSpec(scheme="toploc/1+sketch/1", chunk_tokens=16, sketch_step=0.001)
+    with pytest.raises(ValueError, match="size of its chunks"):
+        await engine.prove(ProofSpec(chunk_tokens=32))
+    await engine.prove(proofs)
+    try:
+        rollouts = await engine.generate(some_requests(4, seed=9))
+    finally:
+        await engine.prove(SPEC.proofs)
+    spans = [span for row, one in enumerate(rollouts) for _, span in spans_of(one, row=row, chunk_tokens=16)]
+    for found in prefills[0].measure(spans, spec=msgspec.structs.replace(SPEC, proofs=proofs)):
+        assert max(found.exponent_mismatches) <= 1
+        assert torch.tensor(found.sketch_errors).abs().max() < 1
+    assert_exact(await engine.generate(some_requests(1, seed=9)), prefills)
 
 
 async def test_policies_with_nan_or_other_tensors_are_refused_and_the_old_one_stays(engine, tmp_path, prefills):

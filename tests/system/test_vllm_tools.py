@@ -16,6 +16,7 @@ from coordinator.training.initial import initial_policy
 from node.audit.auditor import run_audit
 from node.cli import main
 from node.commands.engine_options import prefills_maker
+from node.engines import vllm_processes
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
 from node.policy.file import load_policy, save_policy, write_policy
@@ -64,9 +65,18 @@ def said_by(*arguments: str) -> dict[str, object]:
 def test_limits_fitted_to_a_vllm_verifier_keep_honest_work_and_find_other_weights(run_file, monkeypatch):
     """With torch as the verifier they would fit a process that the run never has."""
     monkeypatch.setattr("coordinator.calibration.slots.secrets.token_hex", lambda size: "0b" * size)
+    starts = []
+
+    class CountedLaunch(vllm_processes.Launch):
+        def __init__(self, factory, wanted):
+            starts.append(wanted.enable_prefix_caching)
+            super().__init__(factory, wanted)
+
+    monkeypatch.setattr(vllm_processes, "Launch", CountedLaunch)
     size = ("--groups", "24", "--cheat-groups", "2")
     told = said_by("calibrate", "--run", str(run_file), "--engine", "torch", *THROUGH_VLLM, "--verifier", "vllm", *size)
     assert told["verifier"] == "vllm"
+    assert sorted(starts) == [False, True]  # the verifier's and the worker's, whatever the steps of the sketch
     honest = {one["name"]: one for one in told["honest"]}
     assert set(honest) == {"torch sdpa", "torch eager", "vllm"}
     assert {one["rejected_groups"] + one["drifted_groups"] for one in honest.values()} == {0}
