@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 from swarm import Swarm, running, small_spec
+from verifying import generated
 
 from benchmarks.modelling.policies import random_policy
 from coordinator.calibration.cheats import FORGERIES, ForgedFrameEngine
@@ -27,16 +27,8 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 
 def forged(swarm: Swarm, lease: Lease, forgery: str) -> list[Rollout]:
     """What a worker draws that shows the run's policy other frames, with tokens and proofs that fit them."""
-
-    async def draw() -> list[Rollout]:
-        engine = ForgedFrameEngine(swarm.home.spec, FORGERIES[forgery])
-        await engine.load(swarm.policy_path, version=0)
-        try:
-            return await engine.generate(swarm.requests(lease))
-        finally:
-            await engine.close()
-
-    return asyncio.run(draw())
+    engine = ForgedFrameEngine(swarm.home.spec, FORGERIES[forgery])
+    return generated(engine, swarm.policy_path, swarm.requests(lease), version=0)
 
 
 def test_an_honest_worker_is_admitted(swarm: Swarm) -> None:

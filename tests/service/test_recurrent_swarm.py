@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import msgspec
 import pytest
 from family_cases import families
 from swarm import running, small_spec
+from verifying import generated
 
 from benchmarks.modelling.policies import random_policy
 from coordinator.calibration.cheats import RESET_TOKENS, StateResetEngine
-from node.engines.torch import TorchEngine
 from node.protocol.messages import Lease
-from node.protocol.submission import Rollout
 
 NEW_TOKENS = 80
-
-
-def drawn_by(engine: TorchEngine, path: Path, requests) -> list[Rollout]:
-    async def draw() -> list[Rollout]:
-        await engine.load(path, version=0)
-        try:
-            return await engine.generate(requests)
-        finally:
-            await engine.close()
-
-    return asyncio.run(draw())
 
 
 @pytest.mark.parametrize("name", families(pytest.mark.system, ["finch", "eagle", "goldfinch"]))
@@ -42,7 +29,7 @@ def test_an_honest_worker_is_admitted_and_one_that_forgets_its_state_is_rejected
         receipt = swarm.judge(honest, swarm.honest(lease), lease)
         assert (receipt.outcome, receipt.reason) == ("admitted", None), receipt
         lease = hostile.lease()
-        rollouts = drawn_by(StateResetEngine(spec), path, swarm.requests(lease))
+        rollouts = generated(StateResetEngine(spec), path, swarm.requests(lease), version=0)
         assert max(len(one.prompt_ids) + len(one.completion_ids) for one in rollouts) > RESET_TOKENS
         receipt = swarm.judge(hostile, rollouts, lease)
         assert (receipt.outcome, receipt.reason) == ("rejected", "proof_mismatch"), receipt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import msgspec
 import torch
 from narrow_run import LeasedSlot, loaded, make_rules
 from torch import Tensor
-from verifying import forged
+from verifying import forged, generated
 
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
@@ -67,16 +66,7 @@ def decode(policy: Policy, expected: Expected, seed: bytes, choose: Chooser) -> 
 
 def engine_rollouts(path: Path, requests: Sequence[SampleRequest]) -> list[Rollout]:
     """What the real engine returns with the policy in `path` loaded."""
-
-    async def generate() -> list[Rollout]:
-        engine = TorchEngine(SPEC)
-        await engine.load(path, version=VERSION)
-        try:
-            return await engine.generate(requests)
-        finally:
-            await engine.close()
-
-    return asyncio.run(generate())
+    return generated(TorchEngine(SPEC), path, requests, version=VERSION)
 
 
 def bench_of(path: Path) -> Bench:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from node.engines.base import Engine, SampleRequest
 from node.policy.file import Policy, save_policy
 from node.policy.reading import OpenPolicy
 from node.protocol.admission import Verdict
@@ -50,6 +51,19 @@ class InMemory:
         with tempfile.TemporaryDirectory() as folder:
             save_policy(policy.model, policy.tokenizer, Path(folder) / "policy")
             return OpenPolicy(Path(folder) / "policy")
+
+
+def generated(engine: Engine, path: Path, requests: Sequence[SampleRequest], *, version: int) -> list[Rollout]:
+    """What `engine` draws with the policy in `path` as version `version`; it is closed afterwards."""
+
+    async def generate() -> list[Rollout]:
+        await engine.load(path, version=version)
+        try:
+            return await engine.generate(requests)
+        finally:
+            await engine.close()
+
+    return asyncio.run(generate())
 
 
 def judged(

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from swarm import Peer, Swarm, running, small_spec
+from verifying import generated
 
 from coordinator.calibration.cheats import alter, noise
 from node.audit.auditor import run_audit
@@ -39,16 +40,7 @@ def swarm(tmp_path: Path, tiny_policy_path: Path) -> Iterator[Swarm]:
 
 def drawn(path: Path, swarm: Swarm, lease: Lease, *, spec: RunSpec = SPEC) -> list[Rollout]:
     """The group of a worker that serves the weights in `path` as if they were the lease's."""
-
-    async def draw() -> list[Rollout]:
-        engine = TorchEngine(spec)
-        await engine.load(path, version=lease.version)
-        try:
-            return await engine.generate(swarm.requests(lease))
-        finally:
-            await engine.close()
-
-    return asyncio.run(draw())
+    return generated(TorchEngine(spec), path, swarm.requests(lease), version=lease.version)
 
 
 def assert_found(receipt: Receipt, figure: str) -> None:

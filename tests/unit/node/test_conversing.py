@@ -12,7 +12,7 @@ import pytest
 import torch
 from narrow_run import RUN_ID, LeasedSlot, loaded
 from talking import SPEC, talk, talkative_file
-from verifying import InMemory
+from verifying import InMemory, generated
 
 from coordinator.calibration.cheats import Prover
 from node.engines.base import SampleRequest, requests_for
@@ -82,15 +82,8 @@ def by_plain_transformers(slot: LeasedSlot) -> list[Rollout]:
 
 
 def by_the_engine(path: Path, slot: LeasedSlot, requests: Sequence[SampleRequest] | None = None) -> list[Rollout]:
-    async def generate() -> list[Rollout]:
-        engine = TorchEngine(slot.rules.spec)
-        await engine.load(path, version=VERSION)
-        try:
-            return await engine.generate(requests_for(slot.expected) if requests is None else requests)
-        finally:
-            await engine.close()
-
-    return asyncio.run(generate())
+    requests = requests_for(slot.expected) if requests is None else requests
+    return generated(TorchEngine(slot.rules.spec), path, requests, version=VERSION)
 
 
 def replies_in(slot: LeasedSlot, rollout: Rollout) -> list[int]:

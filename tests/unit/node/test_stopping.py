@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +11,11 @@ import msgspec
 import pytest
 from narrow_run import RUN_ID, LeasedSlot, loaded
 from talking import SPEC, talk, talkative_file
+from verifying import generated
 
 from coordinator.calibration.cheats import Prover
 from node.chat.turns import is_thinking
-from node.engines.base import SampleRequest, requests_for
+from node.engines.base import requests_for
 from node.engines.torch import TorchEngine
 from node.environments.base import Problem
 from node.policy.file import Policy, render_completion, render_reply
@@ -73,15 +73,7 @@ def slot_of(policy: Policy, listener: Listener, *, sampling: dict[str, Any] | No
 
 
 def by_the_engine(path: Path, slot: LeasedSlot) -> list[Rollout]:
-    async def generate() -> list[Rollout]:
-        engine = TorchEngine(slot.rules.spec)
-        await engine.load(path, version=VERSION)
-        try:
-            return await engine.generate(requests_for(slot.expected))
-        finally:
-            await engine.close()
-
-    return asyncio.run(generate())
+    return generated(TorchEngine(slot.rules.spec), path, requests_for(slot.expected), version=VERSION)
 
 
 def by_plain_transformers(slot: LeasedSlot, rules: TurnRules | None = None) -> list[Rollout]:
@@ -206,15 +198,7 @@ def test_only_an_open_thought_is_ended(text: str, generation: str | None, thinks
 
 def test_an_engine_asked_for_fewer_tokens_than_a_budget_draws_no_more(path: Path, policy: Policy) -> None:
     slot = slot_of(policy, Listener(), thinking=ThinkingSpec(tokens=5, end=END))
-
-    async def generate(request: SampleRequest) -> list[Rollout]:
-        engine = TorchEngine(slot.rules.spec)
-        await engine.load(path, version=VERSION)
-        try:
-            return await engine.generate([request])
-        finally:
-            await engine.close()
-
     for most in (3, 5, 7):
-        (rollout,) = asyncio.run(generate(replace(requests_for(slot.expected)[0], max_tokens=most)))
+        request = replace(requests_for(slot.expected)[0], max_tokens=most)
+        (rollout,) = generated(TorchEngine(slot.rules.spec), path, [request], version=VERSION)
         assert len(rollout.completion_ids) == most or rollout.completion_ids[-1] == EOS

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from verifying import InMemory, decided, judged, measured, measured_many
+from verifying import InMemory, decided, generated, judged, measured, measured_many
 
 from node.engines.base import SampleRequest
 from node.engines.torch import TorchEngine
@@ -69,19 +69,13 @@ def environments() -> list[Environment]:
 @pytest.fixture(scope="module")
 def groups(tiny_policy_path: Path, policy: Policy, environments: list[Environment]) -> list[list[Rollout]]:
     """What an honest worker returns for slots 0 to 3."""
-    engine = TorchEngine(SPEC)
     requests = []
     for slot in range(4):
         expected = expected_of(
             SPEC, policy, environments, run_id=RUN_ID, version=VERSION, manifest_digest=MANIFEST, slot=slot
         )
         requests += [SampleRequest(prompt_ids=tuple(expected.prompt_ids), seed=seed) for seed in expected.seeds]
-
-    async def generate() -> list[Rollout]:
-        await engine.load(tiny_policy_path, version=1)
-        return await engine.generate(requests)
-
-    rollouts = asyncio.run(generate())
+    rollouts = generated(TorchEngine(SPEC), tiny_policy_path, requests, version=1)
     return [rollouts[start : start + 3] for start in range(0, len(rollouts), 3)]
 
 
@@ -309,13 +303,8 @@ def test_honest_work_is_admitted_with_the_verifiers_own_logprobs_and_rewards(pol
 def test_rewards_are_of_the_text_without_its_end_mark(policy, tiny_policy_path):
     environments = [Length(), Length()]
     expected = expected_of(SPEC, policy, environments, run_id=RUN_ID, version=VERSION, manifest_digest=MANIFEST, slot=0)
-    engine = TorchEngine(SPEC)
-
-    async def generate() -> list[Rollout]:
-        await engine.load(tiny_policy_path, version=1)
-        return await engine.generate([SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds])
-
-    rollouts = asyncio.run(generate())
+    requests = [SampleRequest(tuple(expected.prompt_ids), seed) for seed in expected.seeds]
+    rollouts = generated(TorchEngine(SPEC), tiny_policy_path, requests, version=1)
     verdict = verdict_of(rollouts, policy, environments, slot=0)
     assert verdict.rewards is not None
     for rollout, reward in zip(rollouts, verdict.rewards, strict=True):
