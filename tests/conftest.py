@@ -82,6 +82,15 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread_again(one_thread: None) -> Iterator[None]:
+    """Whatever a test computed in, the next one has one thread."""
+    import torch
+
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def tiny_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy file: the tiny model with random weights of a fixed seed, in float32."""

@@ -110,7 +110,6 @@ raise SystemExit(1)
 @pytest.mark.system
 def test_a_trainer_killed_between_steps_continues_bit_for_bit_in_a_new_process(tmp_path):
     """Otherwise the policy an auditor can recompute is not the one that was published."""
-    torch.set_num_threads(1)
     whole = started()
     train(*whole, [0, 1])
     first = started()

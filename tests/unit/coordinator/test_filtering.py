@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from coordinator.commands.problems import filtered_text
@@ -64,13 +63,6 @@ groups_per_step = 4
 """
 SPEC = parse_run_toml(RUN_TOML)
 SETTINGS = FilterSettings(count=10, samples=2, lowest=0.0, highest=0.5)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

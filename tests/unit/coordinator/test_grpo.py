@@ -45,7 +45,6 @@ def run_spec(*, temperature: float = 1.0, **training) -> RunSpec:
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.set_num_threads(1)
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,

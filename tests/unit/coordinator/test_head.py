@@ -24,11 +24,6 @@ CHUNK_BYTES = CHUNK * V * 4
 TEMPERATURE = 0.7
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def inputs(tokens: int, *, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """States, weight, targets, and a coefficient for each token."""
     generator = torch.Generator().manual_seed(tokens)

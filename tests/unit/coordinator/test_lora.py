@@ -41,7 +41,6 @@ def lora_run(lora: LoraSpec = LORA, **recipe: Any) -> RunSpec:
 
 
 def team_in(folder: Path, model: PreTrainedModel | None = None) -> Team:
-    torch.set_num_threads(1)
     folder.mkdir(exist_ok=True)
     save_policy(model or MAKERS["tiny"](1), make_tokenizer(), folder / "policy-0.safetensors")
     return Team(folder, Execution())
@@ -80,13 +79,10 @@ def test_a_merged_weight_has_the_bits_of_the_rule(threads: int) -> None:
     draw = torch.Generator().manual_seed(0)
     weight, a, b = (torch.randn(*shape, generator=draw) for shape in ((37, 29), (7, 29), (37, 7)))
     torch.set_num_threads(threads)
-    try:
-        assert torch.equal(merge(weight, a, b, scale=0.3), by_hand(weight, a, b, 0.3))
-        tall, a, b = (torch.randn(*shape, generator=draw) for shape in ((2**16, 3), (7, 3), (2**16, 7)))
-        parts = [merge(tall[rows], a, b[rows], scale=0.3) for rows in (slice(0, 40_001), slice(40_001, None))]
-        assert torch.equal(merge(tall, a, b, scale=0.3), torch.cat(parts)), "as processes share it, in blocks and not"
-    finally:
-        torch.set_num_threads(1)
+    assert torch.equal(merge(weight, a, b, scale=0.3), by_hand(weight, a, b, 0.3))
+    tall, a, b = (torch.randn(*shape, generator=draw) for shape in ((2**16, 3), (7, 3), (2**16, 7)))
+    parts = [merge(tall[rows], a, b[rows], scale=0.3) for rows in (slice(0, 40_001), slice(40_001, None))]
+    assert torch.equal(merge(tall, a, b, scale=0.3), torch.cat(parts)), "as processes share it, in blocks and not"
 
 
 FUSED = LoraSpec(rank=4, alpha=8.0, targets=("qkv_proj", "gate_up_proj"))

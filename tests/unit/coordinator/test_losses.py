@@ -69,7 +69,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 def trained(spec: RunSpec, *, steps: int = 2, row_tokens: int = 512) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The weights of a tiny policy after some steps towards rewards, and the statistics of the last one."""
-    torch.set_num_threads(1)
     model = MAKERS["tiny"](1)
     reference = copy.deepcopy(model) if spec.training.kl_coefficient else None
     optimizer, stats = make_optimizer(model, spec.training), dict[str, float]()

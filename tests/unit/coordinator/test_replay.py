@@ -76,7 +76,6 @@ def grouped(rollouts: list[Rollout], prefill: Prefill, rows: tuple[int, ...], *,
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("policy")
     model = random_family_model("qwen3_moe")
     save_policy(model, make_tokenizer(), folder / "exact")

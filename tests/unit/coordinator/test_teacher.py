@@ -43,7 +43,6 @@ COMPLETIONS = ((13, 14, 1), (15, 1), (16, 17, 18, 19, 1), (20,))
 def policy_of(seed: int) -> LlamaForCausalLM:
     """A policy of 32 tokens that prefers some of them."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(LlamaConfig(vocab_size=32, initializer_range=0.3, **sizes))

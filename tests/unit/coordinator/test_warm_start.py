@@ -24,14 +24,6 @@ from node.policy.models.tiny_llama import EOS, UNK, make_tokenizer
 from node.protocol.run import SamplingSpec
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_a_demonstration_shows_its_work():
     addition = Problem("", {"terms": (61, 48), "answer": "109"})
     reversal = Problem("", {"word": "gaeh", "answer": "heag"})

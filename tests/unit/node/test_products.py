@@ -85,15 +85,11 @@ def test_products_by_instructions_are_those_of_float32(rows: int, vocabulary: in
     """
     states, weight = drawn(rows, hidden, dtype=torch.bfloat16), drawn(vocabulary, hidden, dtype=torch.bfloat16, seed=1)
     states[-1, 0] = torch.nan
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        out = torch.full((rows, vocabulary + 3), 7.0)
-        packed = bfloat16.PackedStates.of(states, weight)
-        assert packed is not None
-        packed.multiply(weight, out=out[:, :vocabulary])
-    finally:
-        torch.set_num_threads(before)
+    out = torch.full((rows, vocabulary + 3), 7.0)
+    packed = bfloat16.PackedStates.of(states, weight)
+    assert packed is not None
+    packed.multiply(weight, out=out[:, :vocabulary])
     exact = F.linear(states.double(), weight.double())
     torch.testing.assert_close(out[:, :vocabulary].double(), exact, rtol=1e-5, atol=1e-4, equal_nan=True)
     assert (out[:, vocabulary:] == 7.0).all()

@@ -228,17 +228,12 @@ def test_tokens_ruled_out_are_no_fault():
 
 def test_several_threads_find_what_one_finds():
     logits, seeds, positions = problem(7, 32_000)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = choose(logits, seeds, positions, temperature=0.8)
-        for threads in (2, 3, 16):
-            torch.set_num_threads(threads)
-            together = choose(logits, seeds, positions, temperature=0.8)
-            assert together.tokens.equal(alone.tokens)
-            assert together.logprobs.equal(alone.logprobs)
-    finally:
-        torch.set_num_threads(before)
+    alone = choose(logits, seeds, positions, temperature=0.8)
+    for threads in (2, 3, 16):
+        torch.set_num_threads(threads)
+        together = choose(logits, seeds, positions, temperature=0.8)
+        assert together.tokens.equal(alone.tokens)
+        assert together.logprobs.equal(alone.logprobs)
 
 
 @pytest.mark.system
@@ -247,23 +242,19 @@ def test_several_threads_find_what_one_finds():
 def test_a_forked_process_does_not_wait_for_its_parents_threads():
     """Engines fork workers: threads are not forked, and a pool that counts on them never answers."""
     logits, seeds, positions = problem(4, 64_000)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        expected = peaks(logits, words_of(seeds), np.array(positions, np.uint32), 1.0).tokens.tolist()
-        child = os.fork()
-        if not child:
-            found = peaks(logits, words_of(seeds), np.array(positions, np.uint32), 1.0).tokens.tolist()
-            os._exit(0 if found == expected else 1)
-        deadline = time.monotonic() + 20
-        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if ended == (0, 0):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        assert ended == (child, 0)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(2)
+    expected = peaks(logits, words_of(seeds), np.array(positions, np.uint32), 1.0).tokens.tolist()
+    child = os.fork()
+    if not child:
+        found = peaks(logits, words_of(seeds), np.array(positions, np.uint32), 1.0).tokens.tolist()
+        os._exit(0 if found == expected else 1)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
 
 
 def test_a_row_does_not_depend_on_its_batch():
