@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -18,6 +19,27 @@ from shardcast.manifest import KIB, Delta, Head, Manifest, Payload
 from shardcast.store.versions import Store
 
 CHUNK = 4 * KIB
+SIZE = 600_000
+
+
+def contents(version: int) -> bytes:
+    """SIZE bytes, of which one differs from version to version, so that there are deltas."""
+    data = bytearray(random.Random(0).randbytes(SIZE))
+    for at in range(version):
+        data[at * 1000] ^= 0xFF
+    return bytes(data)
+
+
+async def raw(port: int, request: bytes, *, wait_s: float = 60.0) -> bytes:
+    """What the server answers to these exact bytes, until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        return await asyncio.wait_for(reader.read(100_000), wait_s)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 @dataclass(frozen=True)

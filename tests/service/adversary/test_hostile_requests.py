@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from broadcast_scene import CHUNK, KEY, RUN_ID, Scene, Shows, changed, fetched
+from broadcast_swarm import raw
 from waiting import eventually
 
 from shardcast import Delta, Head, Payload, ServerLimits, wire
@@ -46,18 +47,6 @@ SOMEWHERE_ELSE = [
     "*",
     "sentinel",
 ]
-
-
-async def raw(port: int, request: bytes, *, wait_s: float = 60.0) -> bytes:
-    """What the server answers to these exact bytes, until it closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(request)
-        return await asyncio.wait_for(reader.read(100_000), wait_s)
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
 
 
 async def test_path_traversal_reaches_no_file_outside_of_a_relay(scene: Scene) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from broadcast_swarm import SIZE, contents
 
 from coordinator.lab.redteam.relay_behaviours import Behaviour, HostileExchange, HostileRelay, hang, response
 from shardcast import DeltaSettings, VersionProgress
@@ -17,16 +17,8 @@ from shardcast.errors import NetworkFault, PeerFault
 from shardcast.fetch.download import DEFAULT_DOWNLOAD_LIMITS
 from tests.support.waiting import eventually
 
-SIZE = 600_000
 LAST = 13
 STAYING = {0, 8, 12, 13}
-
-
-def contents(version: int) -> bytes:
-    data = bytearray(random.Random(0).randbytes(SIZE))
-    for at in range(version):
-        data[at * 1000] ^= 0xFF
-    return bytes(data)
 
 
 def whole(folder: Path) -> set[int]:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from broadcast_swarm import SIZE, contents
 
 from shardcast import Client
 from shardcast.store.reading import StoredVersions
 from tests.support.waiting import eventually
-
-SIZE = 600_000
-
-
-def contents(version: int) -> bytes:
-    data = bytearray(random.Random(0).randbytes(SIZE))
-    for at in range(version):
-        data[at * 1000] ^= 0xFF
-    return bytes(data)
 
 
 def whole(folder: Path) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import random
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from broadcast_swarm import raw
 from waiting import eventually
 
 from shardcast import ServedState, ServerLimits, listen, make_app
@@ -50,18 +50,6 @@ async def serving(
     finally:
         await listener.stop()
         store.close()
-
-
-async def raw(port: int, request: bytes, *, wait_s: float = 60.0) -> bytes:
-    """What the server answers to these exact bytes, until it closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(request)
-        return await asyncio.wait_for(reader.read(100_000), wait_s)
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
 
 
 async def test_everything_by_its_digest(tmp_path: Path, publisher: Any, http: aiohttp.ClientSession) -> None:

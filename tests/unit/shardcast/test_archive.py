@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from broadcast_swarm import SIZE, contents
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardcast import DeltaSettings, Origin, wire
@@ -21,14 +22,6 @@ FOLDS = DeltaSettings(fold_every=2)
 LAST = 13
 STAYING = [0, 8, 12, 13]
 """Every eighth, the base of deltas to come, and the newest."""
-
-
-def contents(version: int) -> bytes:
-    """300 kB of which each version changes some bytes, so that there are deltas."""
-    data = bytearray(random.Random(0).randbytes(300_000))
-    for at in range(version):
-        data[at * 1000] ^= 0xFF
-    return bytes(data)
 
 
 def opened(folder: Path, **options: Any) -> Origin:
@@ -87,7 +80,7 @@ def test_a_version_without_deltas_stays_whole(tmp_path: Path) -> None:
     origin = opened(tmp_path, keep_whole=1)
 
     def unlike(version: int) -> bytes:
-        return random.Random(version).randbytes(300_000) if version == 3 else contents(version)
+        return random.Random(version).randbytes(SIZE) if version == 3 else contents(version)
 
     publish(origin, tmp_path, *range(8), content=unlike)
     until(lambda: whole(tmp_path) == [0, 3, 6, 7])

@@ -5,11 +5,11 @@ What would break for whom: whoever takes a policy out of a run, and gets other b
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from broadcast_swarm import contents
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shardcast import Origin, wire
@@ -19,14 +19,6 @@ from shardcast.store.reading import StoredVersions
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 RUN = wire.digest(b"stored")
-
-
-def contents(version: int) -> bytes:
-    """300 kB of which each version changes some bytes, so that there are deltas."""
-    data = bytearray(random.Random(0).randbytes(300_000))
-    for at in range(version):
-        data[at * 1000] ^= 0xFF
-    return bytes(data)
 
 
 @pytest.fixture
