@@ -6,6 +6,8 @@ and an auditor that reads one finds fraud where there is none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -74,6 +76,20 @@ class Contents:
             folder=self.folder / name,
         )
 
+    @contextmanager
+    def in_place(self, data: bytes, *, key: Ed25519PrivateKey) -> Iterator[str]:
+        """Serve `data`, signed by `key`, as the right file; yields the server's URL."""
+        path = self.folder / "changed"
+        path.write_bytes(data)
+        changed = Origin(self.folder / "changed-origin", key, content_line(RUN_ID, self.right))
+        changed.publish(path, version=0)
+        server = OriginServer(self.scene.origin, contents={self.right: changed})
+        try:
+            yield f"http://127.0.0.1:{server.start()}"
+        finally:
+            server.stop()
+            changed.close()
+
     def close(self) -> None:
         self.server.stop()
         for origin in self.origins.values():
@@ -126,54 +142,27 @@ async def test_relays_that_serve_another_dataset_alone_give_nothing(contents: Co
 
 async def test_a_dataset_that_a_stranger_signed_is_refused(contents: Contents) -> None:
     """The stranger knows the id, and signs the right file's manifest as well as a wrong one."""
-    path = contents.folder / "stranger"
-    path.write_bytes(WRONG)
-    forged = Origin(contents.folder / "forged", STRANGER, content_line(RUN_ID, contents.right))
-    forged.publish(path, version=0)
-    server = OriginServer(contents.scene.origin, contents={contents.right: forged})
-    try:
-        url = f"http://127.0.0.1:{server.start()}"
+    with contents.in_place(WRONG, key=STRANGER) as url:
         async with contents.client(url) as client:
             with pytest.raises(PeerFault):
                 await client.fetch(timeout_s=5)
-    finally:
-        server.stop()
-        forged.close()
 
 
 async def test_another_file_under_the_runs_own_signature_is_refused_by_its_digest(contents: Contents) -> None:
     """The operator signs a changed dataset for the digest of the run: workers and auditors keep to the signed rules."""
-    path = contents.folder / "changed"
-    path.write_bytes(WRONG)
-    changed = Origin(contents.folder / "changed-origin", KEY, content_line(RUN_ID, contents.right))
-    changed.publish(path, version=0)
-    server = OriginServer(contents.scene.origin, contents={contents.right: changed})
-    try:
-        url = f"http://127.0.0.1:{server.start()}"
+    with contents.in_place(WRONG, key=KEY) as url:
         async with contents.client(url) as client:
             with pytest.raises(Malformed) as refused:
                 await client.fetch(timeout_s=30)
-    finally:
-        server.stop()
-        changed.close()
     assert refused.value.code == "wrong_content"
 
 
 async def test_a_larger_file_than_the_run_names_is_refused_before_it_is_downloaded(contents: Contents) -> None:
     """Else a manifest of the run's key could fill every worker's disk."""
-    path = contents.folder / "larger"
-    path.write_bytes(RIGHT + WRONG)
-    larger = Origin(contents.folder / "larger-origin", KEY, content_line(RUN_ID, contents.right))
-    larger.publish(path, version=0)
-    server = OriginServer(contents.scene.origin, contents={contents.right: larger})
-    try:
-        url = f"http://127.0.0.1:{server.start()}"
+    with contents.in_place(RIGHT + WRONG, key=KEY) as url:
         async with contents.client(url) as client:
             with pytest.raises(Malformed) as refused:
                 await client.fetch(timeout_s=5)
-    finally:
-        server.stop()
-        larger.close()
     assert refused.value.code == "payload_size"
 
 
