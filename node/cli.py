@@ -43,6 +43,7 @@ from node.commands.options import (
     key_option,
     listen_options,
     metrics_options,
+    number_option,
     state_folder,
     state_option,
     threads_option,
@@ -128,13 +129,11 @@ _STATE = state_option()
 @_KEY
 @_STATE
 @engine_options
-@click.option(
+@number_option(
     "--slots",
-    type=click.IntRange(1, 1024),
-    metavar="COUNT",
+    "Most slots whose completions are generated together; fewer where this machine is slow.",
+    most=1024,
     default=4,
-    show_default=True,
-    help="Most slots whose completions are generated together; fewer where this machine is slow.",
 )
 @click.option(
     "--grace",

@@ -18,19 +18,14 @@ from node.commands.engine_options import (
 )
 from node.commands.joining_options import run_id_option
 from node.commands.memory_options import policy_memory_bytes, policy_memory_option
-from node.commands.options import EXISTING_FILE, json_option, state_folder, state_option
+from node.commands.options import EXISTING_FILE, json_option, number_option, state_folder, state_option
 from node.commands.witness_options import witness_options, witness_rule
 
 
 @click.command()
 @click.argument("url")
 @run_id_option
-@click.option(
-    "--sample",
-    type=click.IntRange(min=0),
-    metavar="COUNT",
-    help="How many verdicts to derive again.  [default: a few]",
-)
+@number_option("--sample", "How many verdicts to derive again.  [default: a few]", least=0)
 @click.option("--all", "all_", is_flag=True, help="Derive every verdict again.")
 @click.option(
     "--source",

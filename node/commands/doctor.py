@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from node.commands.click_ext import CouldNotRun, reported
-from node.commands.engine_options import check_engine, compute_options, refuse_vllm_options
-from node.commands.options import FILE, json_option, key_option, state_option
+from node.commands.engine_options import ENGINES, check_engine, compute_options, refuse_vllm_options
+from node.commands.options import FILE, json_option, key_option, number_option, state_option
 
 if TYPE_CHECKING:
     from node.doctor.trial import Trial
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option(
     "--engine",
-    type=click.Choice(["torch", "vllm"]),
+    type=ENGINES,
     default="torch",
     show_default=True,
     help="What the policy shall run on.",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @key_option("The key file to check.  [default: key in --state]")
 @state_option("The folder whose disk to look at.  [default: ~/.swarmproof]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where a relay would listen, with --port.")
-@click.option("--port", type=click.IntRange(1, 65535), metavar="PORT", help="See whether a relay could listen here.")
+@number_option("--port", "See whether a relay could listen here.", most=65535, metavar="PORT")
 @json_option("One JSON object instead of a table.")
 @click.pass_context
 def doctor(

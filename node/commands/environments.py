@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.commands.options import EXISTING_FILE, EXISTING_FOLDER, json_option
+from node.commands.options import EXISTING_FILE, EXISTING_FOLDER, json_option, number_option
 from node.environments.base import EnvironmentFault
 from node.errors import ConfigError
 from shardcast.files import write_atomically
@@ -166,9 +166,7 @@ def remove(name: str) -> None:
 @click.argument("name", metavar="NAME")
 @click.option("--environment", metavar="NAME", help="As run.toml names it.  [default: the only one that it offers]")
 @click.option("--argument", "given", multiple=True, metavar="KEY=VALUE", help="One of its arguments; repeatable.")
-@click.option(
-    "--problems", type=click.IntRange(1, 10_000), default=20, show_default=True, metavar="COUNT", help="How many."
-)
+@number_option("--problems", "How many.", most=10_000, default=20)
 @json_option("One JSON object instead of text.")
 def check(name: str, *, environment: str | None, given: tuple[str, ...], problems: int, as_json: bool) -> None:
     """Try whether an installed environment is the same everywhere.

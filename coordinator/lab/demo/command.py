@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from node.commands.engine_options import ENGINES
 from node.commands.options import FOLDER, json_option, number_option
 from node.errors import ConfigError
 from node.policy.families import TINY_ATTENTION, TINY_FAMILIES, engines_of
@@ -27,7 +28,7 @@ EXIT_INTERRUPTED = 130
 @number_option("--seed", "Of the warm start.", least=0, most=2**31 - 1, default=2, metavar="NUMBER")
 @click.option(
     "--engine",
-    type=click.Choice(["torch", "vllm"]),
+    type=ENGINES,
     default="torch",
     show_default=True,
     help="Of the honest workers: three with torch, or one with vLLM.",
