@@ -79,9 +79,9 @@ class Size:
         )
 
 
-def save_random_policy(path: Path, size: Size, *, dtype: torch.dtype, ends: bool = False, seed: int = 0) -> None:
+def save_random_policy(path: Path, size: Size, *, dtype: torch.dtype, ends: bool = False) -> None:
     """Save a policy of random weights; unless `ends`, its end mark is never drawn."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     build: Any = AutoModelForCausalLM.from_config
     model = build(size.config(), dtype=torch.float32)
     with torch.no_grad():

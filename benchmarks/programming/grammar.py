@@ -61,8 +61,8 @@ class Writer:
     def _value(self, depth: int = 2) -> str:
         return getattr(self, "_" + self._pick(KINDS))(depth)  # type: ignore[no-any-return]
 
-    def _some(self, depth: int, most: int = 5) -> str:
-        return "".join(self._value(depth - 1) + ", " for _ in range(self._random.randint(1, most)))
+    def _some(self, depth: int) -> str:
+        return "".join(self._value(depth - 1) + ", " for _ in range(self._random.randint(1, 5)))
 
     # -- values
 

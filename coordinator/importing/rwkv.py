@@ -84,20 +84,20 @@ def describe(stored: Stored) -> PreTrainedConfig:
     layers = 1 + max(indices, default=0)
     if layers > MAX_LAYERS:
         raise UnsupportedWeights(f"it has {layers} layers, and a policy has at most {MAX_LAYERS}")
-    vocabulary, hidden = _shape(stored, "emb.weight", 2)
-    _, head_size = _shape(stored, "blocks.0.att.time_faaaa", 2)
+    vocabulary, hidden = _matrix_shape(stored, "emb.weight")
+    _, head_size = _matrix_shape(stored, "blocks.0.att.time_faaaa")
     if head_size != HEAD_SIZE:
         raise UnsupportedWeights(f"it has heads of {head_size}, and a policy has heads of {HEAD_SIZE}")
     sizes = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
-        "intermediate_size": _shape(stored, "blocks.0.ffn.key.weight", 2)[0],
+        "intermediate_size": _matrix_shape(stored, "blocks.0.ffn.key.weight")[0],
         "eos_token_id": ENDING_ID,
     }
     if family == "finch":
-        sizes["shift_rank"] = _shape(stored, "blocks.0.att.time_maa_w1", 2)[1] // INPUTS
-        sizes["decay_rank"] = _shape(stored, "blocks.0.att.time_decay_w1", 2)[1]
+        sizes["shift_rank"] = _matrix_shape(stored, "blocks.0.att.time_maa_w1")[1] // INPUTS
+        sizes["decay_rank"] = _matrix_shape(stored, "blocks.0.att.time_decay_w1")[1]
     build: Any = RECURRENT[family].config_class
     try:
         config: PreTrainedConfig = build(**sizes)
@@ -160,9 +160,9 @@ def _is_shaped(found: tuple[int, ...], ours: tuple[int, ...]) -> bool:
     )
 
 
-def _shape(stored: Stored, name: str, dimensions: int) -> tuple[int, ...]:
-    if name not in stored or len(stored[name].shape) != dimensions:
-        raise UnsupportedWeights(f"it lacks a tensor {name!r} of {dimensions} dimensions")
+def _matrix_shape(stored: Stored, name: str) -> tuple[int, ...]:
+    if name not in stored or len(stored[name].shape) != 2:
+        raise UnsupportedWeights(f"it lacks a tensor {name!r} of 2 dimensions")
     return stored[name].shape
 
 

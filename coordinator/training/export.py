@@ -70,14 +70,7 @@ def export_file(
         return _export(path, partial, folder, version=None, companion=companion or Companion(), shard_bytes=shard_bytes)
 
 
-def export_version(
-    state: Path,
-    version: int | None,
-    folder: Path,
-    *,
-    companion: Companion | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> Exported:
+def export_version(state: Path, version: int | None, folder: Path, *, companion: Companion | None) -> Exported:
     """Export a version held in the state folder of a trainer, worker, relay or verifier; None takes its newest.
 
     Without a `companion`, it has the one that a trainer kept there. The folder's owner may be running. Raises as
@@ -92,7 +85,7 @@ def export_version(
     with written_folder(folder) as partial:
         copy = partial / ".policy"
         held.write(chosen, copy)
-        exported = _export(copy, partial, folder, version=chosen, companion=companion, shard_bytes=shard_bytes)
+        exported = _export(copy, partial, folder, version=chosen, companion=companion, shard_bytes=SHARD_BYTES)
         copy.unlink()
         return exported
 

@@ -65,8 +65,8 @@ def asking(policy: Blueprint, environment: Environment, problem: Problem, *, sam
     return ask
 
 
-def in_time(ask: AskReply, *, seconds: float = REPLY_SECONDS) -> AskReply:
-    """Wrap `ask` so that it raises EnvironmentFault (too_slow) once its calls have taken `seconds` in all.
+def in_time(ask: AskReply) -> AskReply:
+    """Wrap `ask` so that it raises EnvironmentFault (too_slow) once its calls have taken REPLY_SECONDS in all.
 
     A call under way is not interrupted: hostile text may make one slow, but not a second one.
     """
@@ -74,7 +74,7 @@ def in_time(ask: AskReply, *, seconds: float = REPLY_SECONDS) -> AskReply:
 
     def asked(turns: Sequence[Sequence[int]]) -> Sequence[int] | None:
         nonlocal spent
-        if spent >= seconds:
+        if spent >= REPLY_SECONDS:
             raise EnvironmentFault(f"its replies to one submission took {spent:.1f} s", code="too_slow")
         began = time.monotonic()
         said = ask(turns)
@@ -91,9 +91,8 @@ def all_graded(
     completions: Sequence[Sequence[int]],
     *,
     rules: TurnRules = RUN_RULES,
-    seconds: float = REPLY_SECONDS,
 ) -> Iterator[float]:
-    """Yield the reward of each completion, as `graded`; raise EnvironmentFault (too_slow) after `seconds` in all.
+    """Yield the reward of each completion, as `graded`; raise EnvironmentFault (too_slow) after REPLY_SECONDS in all.
 
     The environment's time alone counts: a long group takes a while to be split, which is nobody's doing.
     """
@@ -101,7 +100,7 @@ def all_graded(
     began = time.monotonic()
     for tokens, turns in zip(completions, texts, strict=True):
         spent = time.monotonic() - began
-        if spent >= seconds:
+        if spent >= REPLY_SECONDS:
             raise EnvironmentFault(f"the rewards of one submission took {spent:.1f} s", code="too_slow")
         yield grade(environment, problem, turns, tokens=len(tokens))
 
