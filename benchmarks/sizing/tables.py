@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, Final
 
@@ -16,6 +17,9 @@ from node.protocol.admission import Outcome
 from node.protocol.run import RunSpec
 
 MIB = 2**20
+_Row = tuple[str, float, float, str]
+"""A stage, its seconds, the least that it could take, and what that is made of."""
+
 KEYS: Final = (
     "parameters",
     "worker_peak_over_policy",
@@ -129,9 +133,9 @@ def stages(
     """Return the seconds of each stage beside the least that this machine could take, and what that is made of."""
     whole = size.policy_bytes
     generated = [each for each in found.events(TORCH, "slot_generated") if each["policy"] == 0]
-    tokens, group = sum(each["tokens"] for each in generated), spec.sampling.group_size
-    reads = whole / disk.memory
+    reads, group = whole / disk.memory, spec.sampling.group_size
     per_token = _product_seconds(size, rates, dtype=spec.model.dtype)
+    drawn_rows = partial(_drawn_rows, found, least=max(reads / group, per_token), products=per_token)
     per_trained = 3 * _product_seconds(size, rates, dtype="bfloat16" if found.meter.device == "cuda" else "float32")
     (step,) = (each["stats"] for each in found.steps if each["step"] == 0)
     published = found.logged_at("trainer", "policy 0 published")
@@ -139,7 +143,7 @@ def stages(
     def seconds_of(kind: str, policy: int) -> float:
         return sum(each["seconds"] for each in found.events(TORCH, kind, policy=policy))
 
-    rows: list[tuple[str, float, float, str]] = [
+    rows: list[_Row] = [
         (
             "first publish",
             published - found.started["trainer"],
@@ -149,18 +153,7 @@ def stages(
         ("relay, whole", found.arrivals[0] - published, whole / disk.disk_write, "written once"),
         ("worker, fetch whole", seconds_of("policy_fetched", 0), whole / disk.disk_write, "written once"),
         ("worker, load", seconds_of("policy_loaded", 0), 2 * reads, "copied in memory"),
-        (
-            "worker, draw",
-            sum(each["seconds"] for each in generated),
-            max(reads * tokens / group, per_token * tokens),
-            "weights read for each token of a group, or products",
-        ),
-        (
-            "verify a group",
-            _verified_seconds(found, TORCH),
-            per_token * tokens / len(generated),
-            "products of drawn tokens",
-        ),
+        *drawn_rows(TORCH, generated, names=("worker, draw", "verify a group")),
         (
             "step",
             step["train_seconds"],
@@ -177,36 +170,35 @@ def stages(
         ("worker, load again", seconds_of("policy_loaded", 1), 2 * reads, "copied in memory"),
         ("audit of 2 verdicts", found.audit_seconds, whole / disk.disk_write, "written once"),
     ]
-    rows += _vllm_rows(found, group=group, reads=reads, per_token=per_token)
+    if drawn := found.events(VLLM, "slot_generated"):  # the first load of the newcomer with vLLM starts the engine
+        loaded = found.events(VLLM, "policy_loaded")[0]["seconds"]
+        rows.append(("vLLM, start and load", loaded, 2 * reads, "copied in memory"))
+        rows += drawn_rows(VLLM, drawn, names=("vLLM, draw", "verify a group of vLLM's"))
     return [
         {"stage": stage, "seconds": round(taken, 2), "floor_seconds": round(floor, 2), "floor": floor_of}
         for stage, taken, floor, floor_of in rows
     ]
 
 
-def _vllm_rows(
-    found: Observations, *, group: int, reads: float, per_token: float
-) -> list[tuple[str, float, float, str]]:
-    """Return the rows of the newcomer with vLLM, if there was one; its first load starts the engine."""
-    drawn = found.events(VLLM, "slot_generated")
-    if not drawn:
-        return []
+def _drawn_rows(
+    found: Observations,
+    worker: str,
+    drawn: Sequence[Mapping[str, Any]],
+    *,
+    names: tuple[str, str],
+    least: float,
+    products: float,
+) -> list[_Row]:
+    """Return a row of what a worker drew and one of judging a group of it; `least` and `products` take a token."""
     tokens = sum(each["tokens"] for each in drawn)
-    loads = found.events(VLLM, "policy_loaded")
     return [
-        ("vLLM, start and load", loads[0]["seconds"], 2 * reads, "copied in memory"),
         (
-            "vLLM, draw",
+            names[0],
             sum(each["seconds"] for each in drawn),
-            max(reads * tokens / group, per_token * tokens),
+            least * tokens,
             "weights read for each token of a group, or products",
         ),
-        (
-            "verify a group of vLLM's",
-            _verified_seconds(found, VLLM),
-            per_token * tokens / len(drawn),
-            "products of drawn tokens",
-        ),
+        (names[1], _verified_seconds(found, worker), products * tokens / len(drawn), "products of drawn tokens"),
     ]
 
 
