@@ -8,14 +8,12 @@ The kernel cuts a write where the limit on a file's size is, as it does where a 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from full_disk import room_for
 from swarm import Peer, serve, small_spec
 
 from coordinator.run.home import create_home
@@ -26,17 +24,6 @@ from node.protocol.messages import Lease, Receipt
 from node.worker.state import WorkerState
 
 ROOM_BYTES = 4096
-
-
-@contextlib.contextmanager
-def room_for(size_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond `size_bytes`."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_blob_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> None:

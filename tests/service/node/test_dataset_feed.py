@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 
 import aiohttp
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dataset_files import damage, environment_of, made, sums
+from full_disk import room_for
 from msgspec import structs
 from waiting import eventually
 from worker_swarm import RUN_ID, RUN_KEY
@@ -32,17 +32,6 @@ PUBLIC_KEY = RUN_KEY.public_key().public_bytes_raw()
 NOBODY = "http://127.0.0.1:9"
 SOON = 120.0
 ROOM_BYTES = 128 * 1024
-
-
-@contextlib.contextmanager
-def room_for(size_bytes):
-    """No file of this process grows beyond `size_bytes`, as where a disk ends."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager
