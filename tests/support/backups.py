@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from actors import PUBLIC_KEY, Actors, spec_of, who
 from sqlalchemy import insert, update
 
+from coordinator.backup.create import back_up
 from coordinator.run.home import create_home
 from coordinator.storage.schema import nodes, stakes
 from node.protocol.admission import Outcome
@@ -34,3 +36,13 @@ def begin(folder: Path, *, url: str | None = None, blobs_url: str | None = None)
         odd = {"software": "ein Gerät\u2028", "registered_at": 0.1 + 0.2, "seen_at": 5e-324, "drift": bytes(range(256))}
         connection.execute(update(nodes).where(nodes.c.node == who("a")).values(**odd))
     return actors
+
+
+@pytest.fixture(scope="module")
+def backed_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A backup of such a run that is whole; tests that change it copy it first."""
+    folder = tmp_path_factory.mktemp("whole")
+    actors = begin(folder / "run")
+    assert back_up(actors.home, folder / "backup").manifest.missing == ()
+    actors.home.database.close()
+    return folder / "backup"

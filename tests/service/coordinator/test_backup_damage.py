@@ -29,16 +29,6 @@ REPLACE = msgspec.structs.replace
 ATTEMPTS = 4
 
 
-@pytest.fixture(scope="module")
-def backed_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A backup that is whole; tests that change it copy it first."""
-    folder = tmp_path_factory.mktemp("whole")
-    actors = begin(folder / "run")
-    assert back_up(actors.home, folder / "backup").manifest.missing == ()
-    actors.home.database.close()
-    return folder / "backup"
-
-
 @pytest.fixture
 def copy(backed_up: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(backed_up, tmp_path / "backup"))

@@ -53,16 +53,6 @@ def actors(tmp_path: Path, database_url: str | None) -> Iterator[Actors]:
     actors.home.database.close()
 
 
-@pytest.fixture(scope="module")
-def backed_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The backup of such a run."""
-    folder = tmp_path_factory.mktemp("whole")
-    actors = begin(folder / "run")
-    assert back_up(actors.home, folder / "backup").manifest.missing == ()
-    actors.home.database.close()
-    return folder / "backup"
-
-
 def contents(folder: Path) -> dict[str, list[str]]:
     """The rows of every table of a backup, without the fact that says where the blobs are and who led."""
     manifest = read_manifest(folder)

@@ -1,0 +1,1 @@
+from backups import backed_up  # noqa: F401  (a fixture)
