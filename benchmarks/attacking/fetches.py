@@ -17,11 +17,12 @@ from typing import Any, Final
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.attacking.loop import Loop
-from benchmarks.broadcasting.delivery import BroadcastFile, digest_of
+from benchmarks.broadcasting.delivery import BroadcastFile
 from benchmarks.report import say
 from coordinator.lab.redteam.relay_behaviours import BEHAVIOURS, Behaviour, HostileExchange, HostileRelay
 from node.protocol.run import run_id_of
 from shardcast import Origin, OriginServer
+from shardcast.content import file_digest
 
 KEY: Final = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PUBLIC: Final = KEY.public_key().public_bytes_raw()
@@ -83,7 +84,7 @@ class Scene:
             timer.cancel()
             process.returncode = 0  # reaped above
         seconds = time.monotonic() - started
-        right = output.exists() and digest_of(output) == self.payload.digest
+        right = output.exists() and file_digest(output) == self.payload.digest
         return Fetch(seconds, usage.ru_utime + usage.ru_stime, right)
 
 

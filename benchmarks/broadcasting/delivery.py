@@ -10,6 +10,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from benchmarks.broadcasting.processes import Node, NodeEnded
+from shardcast.content import file_digest
 
 SETTLE_S = 1.0
 
@@ -31,15 +32,7 @@ class BroadcastFile:
         with path.open("wb") as file:
             for at in range(0, size_bytes, _PIECE_BYTES):
                 file.write(stream.digest(length=min(_PIECE_BYTES, size_bytes - at), seek=at))
-        return cls(path, size_bytes, digest_of(path))
-
-
-def digest_of(path: Path) -> str:
-    whole = blake3()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            whole.update(piece)
-    return whole.hexdigest()
+        return cls(path, size_bytes, file_digest(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +94,7 @@ def deliver(
     found = [reply for worker in workers for reply in _replies(worker, count, deadline)]
     cpu_s = sum(node.usage().cpu_s for node in nodes) - sum(usage.cpu_s for usage in before)
     usages = [worker.usage() for worker in workers]
-    right = [at for path, at in found if at <= deadline and digest_of(path) == payload.digest]
+    right = [at for path, at in found if at <= deadline and file_digest(path) == payload.digest]
     complete = len(right) == len(workers) * count
     return BroadcastResult(
         seconds=max(right) - started if complete else patience_s,

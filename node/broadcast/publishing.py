@@ -22,6 +22,7 @@ from rich.filesize import decimal
 
 from node.protocol.run import run_id_of
 from shardcast import Manifest, Origin, OriginServer, ServerLimits
+from shardcast.content import file_digest
 from shardcast.errors import LocalFault
 
 log = logging.getLogger(__name__)
@@ -104,16 +105,8 @@ def _version_for(origin: Origin, file: Path) -> int:
     if not held:
         return 1
     newest = held[-1].manifest
-    same = file.stat().st_size == newest.full.payload_bytes and _digest(file) == newest.result_digest
+    same = file.stat().st_size == newest.full.payload_bytes and file_digest(file) == newest.result_digest
     return newest.version + (not same)
-
-
-def _digest(file: Path) -> str:
-    hasher = blake3()
-    with file.open("rb") as stream:
-        while block := stream.read(2**20):
-            hasher.update(block)
-    return hasher.hexdigest()
 
 
 Mark = tuple[int, int, int]
