@@ -7,17 +7,17 @@ so where the run does not.
 from __future__ import annotations
 
 import threading
-from itertools import count
 from pathlib import Path
 
 import msgspec
 import pytest
+from halting import SECONDS, Halt
 from sqlalchemy import select
 from swarm import Swarm, running, small_spec, worker_thread
 from waiting import until
 
 from coordinator.storage.schema import slots, submissions
-from node.engines.torch import Batch, TorchEngine
+from node.engines.torch import TorchEngine
 from node.policy.file import save_policy
 from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.admission import Outcome
@@ -27,7 +27,6 @@ from node.submission.reader import read_rollouts
 
 HALT_AT = 40
 """The step at which the engine waits for the policy; completions of the tiny policy's random weights are longer."""
-SECONDS = 60.0
 
 
 def spec_with(lead: int) -> RunSpec:
@@ -37,21 +36,6 @@ def spec_with(lead: int) -> RunSpec:
         sampling=msgspec.structs.replace(spec.sampling, max_new_tokens=200, max_version_lead=lead),
         batch=msgspec.structs.replace(spec.batch, groups_per_step=4),
     )
-
-
-class Halted:
-    """Holds the engine before step HALT_AT until told to go on, so that what arrives meanwhile arrives in flight."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.go, steps, step = threading.Event(), threading.Event(), count(), Batch.step
-
-        def halting(batch: Batch, *arguments: object) -> None:
-            if next(steps) == HALT_AT:
-                self.reached.set()
-                assert self.go.wait(SECONDS)
-            step(batch, *arguments)
-
-        monkeypatch.setattr(Batch, "step", halting)
 
 
 def judged(swarm: Swarm) -> list[tuple[int, Outcome, str, list[Rollout]]]:
@@ -79,7 +63,7 @@ def test_a_policy_that_arrives_in_flight_is_gone_on_with_and_admitted(
     tmp_path: Path, tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(tmp_path, tiny_policy_path, spec=spec_with(lead=1)) as swarm:
-        halted, queued, start = Halted(monkeypatch), threading.Event(), TorchEngine._start
+        halted, queued, start = Halt(monkeypatch, at=HALT_AT), threading.Event(), TorchEngine._start
 
         def starting(engine: TorchEngine) -> None:
             start(engine)
@@ -106,7 +90,7 @@ def test_without_a_lead_no_completion_has_two_policies(
     tmp_path: Path, tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(tmp_path, tiny_policy_path, spec=spec_with(lead=0)) as swarm:
-        halted = Halted(monkeypatch)
+        halted = Halt(monkeypatch, at=HALT_AT)
         with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker") as status:
             assert halted.reached.wait(SECONDS)
             swarm.publish(later_policy(tmp_path), version=1)

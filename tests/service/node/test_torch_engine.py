@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from family_cases import families
+from halting import Halt
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from waiting import eventually
 
@@ -384,24 +384,6 @@ def test_numbers_that_are_not_finite_are_an_error_not_a_rollout(tiny_policy_path
 
 
 # Calls come and go while others are under way.
-
-
-class Halt:
-    """Holds the engine's thread before its step number `at`, until `go` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
-        self.reached, self.go, steps, step = threading.Event(), threading.Event(), count(), Batch.step
-
-        def halting(batch: Batch, *arguments: object) -> None:
-            if next(steps) == at:
-                self.reached.set()
-                assert self.go.wait(60)
-            step(batch, *arguments)
-
-        monkeypatch.setattr(Batch, "step", halting)
-
-    async def wait(self) -> None:
-        assert await asyncio.to_thread(self.reached.wait, 60)
 
 
 def tokens_of(rollouts: list[Rollout]) -> list[list[int]]:
