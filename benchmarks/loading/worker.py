@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import secrets
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -14,10 +13,11 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.loading.http import Answer, Connection
+from coordinator.lab.redteam.http_client import claim_of
 from node.client.api import DEFAULT_BACKOFF
-from node.protocol.messages import LeaseReply, LeaseRequest, Registration, RequestClaim, SubmissionReply
+from node.protocol.messages import LeaseReply, LeaseRequest, Registration, SubmissionReply
 from node.protocol.requests import sign_request
-from shardcast.wire import decode, digest, encode
+from shardcast.wire import decode, encode
 
 MAX_REPLY_BYTES = 2**20
 STATUS_EVERY = 10
@@ -144,15 +144,6 @@ class SimulatedWorker:
         self._next = self.lease
         return await self._connection.send("GET", "/v1/status")
 
-    async def _signed(self, method: Any, path: str, body: bytes) -> Answer:
-        claim = RequestClaim(
-            run_id=self.run_id,
-            method=method,
-            path=path,
-            body_digest=digest(body),
-            body_bytes=len(body),
-            issued_at=int(time.time()),
-            nonce=secrets.token_hex(16),
-        )
-        header, _ = sign_request(claim, key=self.key)
+    async def _signed(self, method: str, path: str, body: bytes) -> Answer:
+        header, _ = sign_request(claim_of(self.run_id, method, path, body), key=self.key)
         return await self._connection.send(method, path, body=body, authorization=header)

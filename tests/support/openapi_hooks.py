@@ -9,8 +9,6 @@ import json
 import os
 import random
 import re
-import secrets
-import time
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -21,10 +19,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from independent.messages import is_nickname
 from schemathesis.core.parameters import ParameterLocation
 
-from node.protocol.messages import LeaseRequest, Registration, RelayAnnouncement, RequestClaim
+from coordinator.lab.redteam.http_client import claim_of
+from node.protocol.messages import LeaseRequest, Registration, RelayAnnouncement
 from node.protocol.requests import sign_request
 from shardcast.urls import valid_sources
-from shardcast.wire import digest, encode
+from shardcast.wire import encode
 
 KEY = Ed25519PrivateKey.generate()
 RUN_ID = os.environ["SWARMPROOF_FUZZED_RUN"]
@@ -46,15 +45,7 @@ class Signature(requests.auth.AuthBase):
         body = request.body or b""
         body = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
         if isinstance(body, bytes) and request.method in ("GET", "POST", "PUT"):
-            claim = RequestClaim(
-                run_id=RUN_ID,
-                method=request.method,  # type: ignore[arg-type]
-                path=unquote(urlsplit(request.url or "").path)[:500],
-                body_digest=digest(body),
-                body_bytes=len(body),
-                issued_at=int(time.time()),
-                nonce=secrets.token_hex(16),
-            )
+            claim = claim_of(RUN_ID, request.method, unquote(urlsplit(request.url or "").path)[:500], body)
             request.headers["Authorization"], _ = sign_request(claim, key=KEY)
         return request
 

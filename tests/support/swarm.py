@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import shutil
 import threading
 import time
@@ -33,6 +32,7 @@ from coordinator.http.connections import (
     server_config,
 )
 from coordinator.http.service import RequestLimits
+from coordinator.lab.redteam.http_client import claim_of
 from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import training
@@ -66,7 +66,7 @@ from node.worker.daemon import WorkerSettings, run_worker
 from shardcast import Origin, OriginServer, publish_content
 from shardcast.envelope import open_envelope
 from shardcast.manifest import SignedManifest
-from shardcast.wire import decode, digest, encode
+from shardcast.wire import decode, encode
 
 VERDICT_SECONDS = 120.0
 INSTANCE = "0" * 32
@@ -134,16 +134,7 @@ class Peer:
 
     def claim(self, method: str, path: str, body: bytes, /, **changes: object) -> RequestClaim:
         """The claim an honest node would sign, with `changes`."""
-        claim = RequestClaim(
-            run_id=self.run_id,
-            method=method,
-            path=path,
-            body_digest=digest(body),
-            body_bytes=len(body),
-            issued_at=int(time.time()),
-            nonce=secrets.token_hex(16),
-        )
-        return msgspec.structs.replace(claim, **changes)
+        return claim_of(self.run_id, method, path, body, **changes)
 
     def signed(self, method: str, path: str, body: bytes, /, **changes: object) -> Reply:
         """Send a signed request."""

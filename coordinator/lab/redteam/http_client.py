@@ -77,6 +77,20 @@ class Identity:
         return LeaseRequest(held_versions=held, slots=slots, instance=self.node[:32])
 
 
+def claim_of(run_id: str, method: str, path: str, body: bytes = b"", **changes: Any) -> RequestClaim:
+    """Build the claim that an honest node would sign for a request, with `changes`."""
+    claim = RequestClaim(
+        run_id=run_id,
+        method=method,  # type: ignore[arg-type]
+        path=path,
+        body_digest=digest(body),
+        body_bytes=len(body),
+        issued_at=int(time.time()),
+        nonce=secrets.token_hex(16),
+    )
+    return msgspec.structs.replace(claim, **changes)
+
+
 class HostileClient:
     """A coordinator, as its enemies see it; use as an async context manager.
 
@@ -104,17 +118,8 @@ class HostileClient:
             await self._session.close()
 
     def claim(self, method: str, path: str, body: bytes = b"", **changes: Any) -> RequestClaim:
-        """Build the claim that an honest node would sign for a request, with `changes`."""
-        claim = RequestClaim(
-            run_id=self.run_id,
-            method=method,  # type: ignore[arg-type]
-            path=path,
-            body_digest=digest(body),
-            body_bytes=len(body),
-            issued_at=int(time.time()),
-            nonce=secrets.token_hex(16),
-        )
-        return msgspec.structs.replace(claim, **changes)
+        """Build the claim that an honest node of this run would sign for a request, with `changes`."""
+        return claim_of(self.run_id, method, path, body, **changes)
 
     async def send(
         self,

@@ -27,6 +27,7 @@ from verifying import InMemory, Part, drawn
 from witnessing import witnessing
 
 from coordinator.app import create_app
+from coordinator.lab.redteam.http_client import claim_of
 from coordinator.run.history import PUBLISHED
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
@@ -50,7 +51,7 @@ from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judge_group
 from node.protocol.checkpoints import log_key, open_witnessed
 from node.protocol.evidence import Drift, Total, Totals, follow
-from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, RequestClaim, VerdictEntry
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
 from node.protocol.run import (
@@ -110,16 +111,8 @@ def evidence(blobs: BlobStore, body: bytes, *, sha256: str | None = None) -> dic
 
     With `sha256` the node put the body into the run's object store.
     """
-    claim = RequestClaim(
-        run_id=RUN,
-        method="PUT",
-        path=f"/v1/submissions/{secrets.token_hex(32)}" + ("" if sha256 is None else f"/{sha256}"),
-        body_digest=digest(body),
-        body_bytes=len(body),
-        issued_at=int(time.time()),
-        nonce=secrets.token_hex(16),
-    )
-    _, envelope = sign_request(claim, key=NODE)
+    path = f"/v1/submissions/{secrets.token_hex(32)}" + ("" if sha256 is None else f"/{sha256}")
+    _, envelope = sign_request(claim_of(RUN, "PUT", path, body), key=NODE)
     request = blobs.put(envelope)
     return {"submission": request, "request": request, "body": blobs.put(body), "node": node_id(NODE)}
 
