@@ -4,7 +4,6 @@ datasets of reasoning-gym that a run could not use while its scorers ran in the 
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections import Counter
 from pathlib import Path
@@ -21,7 +20,6 @@ from talking import SPEC, talkative_model
 from waiting import until
 
 from coordinator.storage.schema import slots, submissions
-from node.audit.auditor import run_audit
 from node.environments.isolated.store import VARIABLE
 from node.protocol.admission import Outcome
 from node.protocol.environment_spec import ProblemsSpec
@@ -96,17 +94,6 @@ def test_every_environment_is_worked_on_verified_and_audited_with_the_same_repli
         with worker_thread(swarm.url, swarm.home.run_id, tmp_path / "worker"):
             until(lambda: not missing(), seconds=1200.0, what=lambda: (missing(), judged()))
         verdicts = judged()
-        audited = asyncio.run(
-            run_audit(
-                swarm.url,
-                run_id=swarm.home.run_id,
-                sample=8,
-                all_=True,
-                seed=1,
-                state_dir=tmp_path / "audit",
-                as_json=False,
-                sources=(swarm.origin_url,),
-            )
-        )
+        audited = swarm.audit(tmp_path / "audit", sources=(swarm.origin_url,))
     assert {outcome for _, outcome in verdicts} == {Outcome.ADMITTED}, verdicts
     assert audited == 0, capsys.readouterr().out

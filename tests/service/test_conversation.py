@@ -6,7 +6,6 @@ environment's words, or an auditor would call an honest operator a liar.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from coordinator.storage import training
 from coordinator.storage.schema import groups, submissions
 from coordinator.training.groups import decode_group
 from coordinator.verifier.evidence import decode_evidence
-from node.audit.auditor import run_audit
 from node.environments.base import Problem
 from node.environments.calculator import Calculator
 from node.protocol.admission import Outcome
@@ -70,8 +68,7 @@ def test_a_run_with_a_tool_from_the_worker_to_the_auditor(
         learned = [replies for group in admitted(swarm, said) for replies in group]
         assert sum(map(bool, learned)) > GROUPS, "the tool must have been used"
         assert any(found for _, found in seen), "people see what it said"
-        settings = {"sample": None, "all_": True, "seed": None, "state_dir": tmp_path / "auditor"}
-        asyncio.run(run_audit(swarm.url, run_id=swarm.home.run_id, as_json=True, **settings))
+        swarm.audit(tmp_path / "auditor")
     report = json.loads(capsys.readouterr().out)
     assert (report["outcome"], report["problems"]) == ("agree", [])
     assert {verdict["result"] for verdict in report["verdicts"]} == {"agree"}

@@ -35,7 +35,6 @@ from coordinator.storage.schema import uploads as uploads_table
 from coordinator.storage.uploads import OFFER_SECONDS, SWEPT_AFTER_SECONDS, sweep
 from coordinator.training.batches import read_batch
 from coordinator.training.groups import encode_group
-from node.audit.auditor import run_audit
 from node.client.api import CoordinatorClient
 from node.client.http import Backoff, ExchangeLimits
 from node.client.object_store import put_file
@@ -122,8 +121,7 @@ def entry_of(swarm: Swarm, index: int) -> VerdictEntry:
 
 
 def audited(swarm: Swarm, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    settings = {"sample": None, "all_": True, "seed": None, "state_dir": folder}
-    asyncio.run(run_audit(swarm.url, run_id=swarm.home.run_id, as_json=True, **settings))
+    swarm.audit(folder)
     return json.loads(capsys.readouterr().out)
 
 

@@ -14,7 +14,6 @@ from swarm import running, small_spec
 
 from coordinator.calibration.cheats import alter, noise
 from coordinator.storage import log
-from node.audit.auditor import run_audit
 from node.engines.torch import TorchEngine
 from node.policy.file import load_policy, save_policy
 from node.protocol.admission import Outcome
@@ -59,8 +58,7 @@ def test_what_two_readings_admit_and_reject_an_audit_finds_too(
         lease = liar.lease()
         receipt = swarm.judge(liar, asyncio.run(cheat.generate(swarm.requests(lease))), lease)
         assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.PROOF_MISMATCH)
-        settings = {"sample": None, "all_": True, "seed": None, "state_dir": tmp_path / "auditor"}
-        asyncio.run(run_audit(swarm.url, run_id=swarm.home.run_id, as_json=True, **settings))
+        swarm.audit(tmp_path / "auditor")
         report = json.loads(capsys.readouterr().out)
         assert (report["outcome"], report["problems"]) == ("agree", [])
         assert [verdict["result"] for verdict in report["verdicts"]] == ["agree", "agree"]

@@ -39,6 +39,7 @@ from coordinator.storage import training
 from coordinator.storage.training import PolicyRecord
 from coordinator.training.trainer import Trainer, TrainerSettings
 from coordinator.verifier.daemon import Verifier, VerifierSettings
+from node.audit.auditor import run_audit
 from node.client.http import Backoff
 from node.engines.base import SampleRequest, requests_for
 from node.engines.torch import TorchEngine
@@ -237,6 +238,11 @@ class Swarm:
                 )
                 return decode(Receipt, opened.payload, max_bytes=2**16)
         raise AssertionError("no verdict in time")
+
+    def audit(self, state: Path, **changes: Any) -> int:
+        """Audit all verdicts over HTTP, print the report as JSON, and return the exit code; changes as in run_audit."""
+        settings = {"sample": None, "all_": True, "seed": None, "as_json": True} | changes
+        return asyncio.run(run_audit(self.url, run_id=self.home.run_id, state_dir=state, **settings))
 
     def judge(self, peer: Peer, rollouts: list[Rollout], lease: Lease) -> Receipt:
         """Submit `rollouts` through the door and wait for the verdict."""

@@ -6,7 +6,6 @@ contributors whose work is refused by the run that has it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -35,7 +34,6 @@ from coordinator.backup.restore import SETTLE_SECONDS, restore
 from coordinator.run.home import open_home
 from coordinator.run.service import Coordinator
 from coordinator.storage.schema import LeaseState, log_entries, submissions
-from node.audit.auditor import run_audit
 from node.protocol.admission import Outcome
 from node.protocol.messages import Lease
 from node.protocol.reasons import Refusal
@@ -126,10 +124,7 @@ def restored(scene: BackedUp, folder: Path, to: Path, *, url: str | None) -> Ite
 def audited(swarm: Swarm, state: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """What an auditor says of all verdicts."""
     capsys.readouterr()
-    auditing = run_audit(
-        swarm.url, run_id=swarm.home.run_id, sample=None, all_=True, seed=None, state_dir=state, as_json=True
-    )
-    code = asyncio.run(auditing)
+    code = swarm.audit(state)
     report = json.loads(capsys.readouterr().out)
     assert (code, report["outcome"], report["problems"]) == (0, "agree", []), report
     assert set(report["results"]) - {"agree"} == {name for name, count in report["results"].items() if not count}

@@ -6,7 +6,6 @@ an honest operator a liar.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from waiting import until
 from coordinator.storage import training
 from coordinator.storage.schema import groups, submissions
 from coordinator.training.groups import decode_group
-from node.audit.auditor import run_audit
 from node.environments.base import Problem
 from node.environments.python_tool import PythonTool
 from node.protocol.admission import Outcome
@@ -74,8 +72,7 @@ def test_what_a_policys_code_says_is_the_same_from_the_worker_to_the_auditor(
         }
         assert any("Error" in each for each in said), "random text is seldom Python"
         run_cells.cache_clear()  # the auditor runs all of it itself
-        settings = {"sample": None, "all_": True, "seed": None, "state_dir": tmp_path / "auditor"}
-        asyncio.run(run_audit(swarm.url, run_id=swarm.home.run_id, as_json=True, **settings))
+        swarm.audit(tmp_path / "auditor")
     report = json.loads(capsys.readouterr().out)
     assert (report["outcome"], report["problems"]) == ("agree", [])
     assert {verdict["result"] for verdict in report["verdicts"]} == {"agree"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,6 @@ from coordinator.run.definition import keep_locks
 from coordinator.run.home import Home
 from coordinator.storage import log
 from coordinator.storage.schema import submissions
-from node.audit.auditor import run_audit
 from node.datasets.folder import DATASETS
 from node.environments.isolated.store import VARIABLE
 from node.policy.models.tiny_llama import EOS
@@ -82,18 +80,8 @@ def test_an_environment_of_the_package_trains_and_is_audited(
             while len(policies(home)) <= STEPS:
                 assert time.monotonic() < deadline, f"{STEPS} steps were not done in time"
                 time.sleep(0.2)
-        audited = asyncio.run(
-            run_audit(
-                swarm.url,
-                run_id=home.run_id,
-                sample=4,
-                all_=False,
-                seed=1,
-                state_dir=tmp_path / "audit",
-                as_json=False,
-                sources=(swarm.origin_url,),
-            )
-        )
+        sources = (swarm.origin_url,)
+        audited = swarm.audit(tmp_path / "audit", sample=4, all_=False, seed=1, sources=sources)
         verdicts = [entry for entry in entries(home) if isinstance(entry, VerdictEntry)]
         digests = [policy.result_digest for policy in policies(home)]
         batches = [entry for entry in entries(home) if isinstance(entry, BatchEntry)][:STEPS]

@@ -18,7 +18,6 @@ from talking import SPEC, talkative_file
 from waiting import eventually
 
 from coordinator.storage.schema import slots, submissions
-from node.audit.auditor import run_audit
 from node.client.http import Backoff
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_settings import VllmSettings
@@ -73,17 +72,6 @@ def test_vllm_and_two_generations_of_verifiers_serve_one_run(
 
         asyncio.run(work())
         verdicts = judged()
-        audited = asyncio.run(
-            run_audit(
-                swarm.url,
-                run_id=swarm.home.run_id,
-                sample=8,
-                all_=True,
-                seed=1,
-                state_dir=tmp_path / "audit",
-                as_json=False,
-                sources=(swarm.origin_url,),
-            )
-        )
+        audited = swarm.audit(tmp_path / "audit", sources=(swarm.origin_url,))
     assert {outcome for _, outcome in verdicts} == {Outcome.ADMITTED}, verdicts
     assert audited == 0, capsys.readouterr().out

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from swarm import running, small_spec
 
 from coordinator.training.initial import initial_policy
-from node.audit.auditor import run_audit
 from node.cli import main
 from node.commands.engine_options import prefills_maker
 from node.engines import vllm_processes
@@ -125,19 +124,8 @@ def test_an_audit_through_vllm_agrees_with_verifiers_that_use_torch(tmp_path, ca
             lease = peer.lease()
             rollouts = asyncio.run(draws.generate(swarm.requests(lease)))
             decided.append(swarm.judge(peer, rollouts, lease).outcome)
-        code = asyncio.run(
-            run_audit(
-                swarm.url,
-                run_id=swarm.home.run_id,
-                sample=None,
-                all_=True,
-                seed=None,
-                state_dir=tmp_path / "auditor",
-                as_json=True,
-                sources=(swarm.origin_url,),
-                prefills=prefills_maker("vllm", state=tmp_path / "auditor", **options),
-            )
-        )
+        prefills = prefills_maker("vllm", state=tmp_path / "auditor", **options)
+        code = swarm.audit(tmp_path / "auditor", sources=(swarm.origin_url,), prefills=prefills)
     assert decided == [Outcome.ADMITTED, Outcome.ADMITTED, Outcome.REJECTED]
     report = json.loads(capsys.readouterr().out)
     assert (code, report["outcome"], report["error"]) == (0, "agree", None)

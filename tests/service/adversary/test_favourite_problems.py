@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,6 @@ import pytest
 from swarm import Peer, Swarm, running, small_spec
 
 from coordinator.storage import pools, verdicts
-from node.audit.auditor import run_audit
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.messages import candidate_of
 from node.protocol.pools import candidates, first_candidate
@@ -45,8 +43,7 @@ def work(swarm: Swarm, peer: Peer, slots: int = 3) -> None:
 def audit(swarm: Swarm, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """A real audit of everything, over HTTP."""
     capsys.readouterr()
-    settings = {"sample": None, "all_": True, "seed": None, "state_dir": folder}
-    asyncio.run(run_audit(swarm.url, run_id=swarm.home.run_id, as_json=True, **settings))
+    swarm.audit(folder)
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return report
 

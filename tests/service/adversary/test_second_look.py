@@ -5,7 +5,6 @@ The limits here are those of a run that was never calibrated, so that nothing el
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from swarm import Peer, Swarm, running, small_spec
 from verifying import generated
 
 from coordinator.calibration.cheats import alter, noise
-from node.audit.auditor import run_audit
 from node.engines.torch import TorchEngine
 from node.protocol.admission import GAIN_LIMIT, Outcome
 from node.protocol.messages import Lease, Receipt
@@ -66,17 +64,7 @@ def test_a_verifier_without_memory_for_the_policy_finds_the_same(
         assert_found(swarm.judge(liar, drawn(tmp_path / "int8", swarm, lease), lease), "int8_gain")
         lease = worker.lease()
         assert swarm.judge(worker, drawn(swarm.policy_path, swarm, lease), lease).outcome is Outcome.ADMITTED
-        auditing = run_audit(
-            swarm.url,
-            run_id=swarm.home.run_id,
-            sample=None,
-            all_=True,
-            seed=None,
-            state_dir=tmp_path / "auditor",
-            as_json=True,
-            policy_memory=0,
-        )
-        assert asyncio.run(auditing) == 0
+        assert swarm.audit(tmp_path / "auditor", policy_memory=0) == 0
     assert json.loads(capsys.readouterr().out)["results"]["agree"] == 2
 
 

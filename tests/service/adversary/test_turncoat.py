@@ -15,7 +15,6 @@ from waiting import until
 from coordinator.storage import log
 from coordinator.storage.schema import groups, nodes
 from coordinator.storage.totals import partly_measured
-from node.audit.auditor import run_audit
 from node.engines.torch import TorchEngine
 from node.errors import Refused
 from node.joining.session import JoinSettings
@@ -83,8 +82,7 @@ def test_what_a_turncoat_slipped_through_is_found_when_it_is_caught_and_is_not_t
         with swarm.home.database.read() as connection:
             waiting = connection.execute(select(groups.c.submission)).scalars().all()
         assert not set(unseen) & set(waiting)
-        settings = {"sample": None, "all_": True, "seed": None, "state_dir": tmp_path / "auditor"}
-        asyncio.run(run_audit(swarm.url, run_id=swarm.home.run_id, as_json=True, **settings))
+        swarm.audit(tmp_path / "auditor")
     report = json.loads(capsys.readouterr().out)
     assert (report["problems"], report["outcome"]) == ([], "agree")
     assert report["results"]["unseen"] == len(unseen), "an auditor sees what one row did not show"
