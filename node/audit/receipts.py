@@ -37,15 +37,13 @@ from node.protocol.endpoints import LOG_ENTRIES, LOG_INCLUSION, RECEIPT
 from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
 from node.protocol.messages import (
     MAX_ENTRY_BYTES,
-    MAX_MESSAGE_BYTES,
     MAX_RECEIPT_LINE_BYTES,
-    MESSAGE_VERSION,
-    RECEIPT_DOMAIN,
     KeptReceipt,
     Receipt,
     VerdictEntry,
 )
-from shardcast.envelope import MAGIC, open_envelope
+from node.protocol.receipts import open_receipt
+from shardcast.envelope import MAGIC
 from shardcast.errors import PeerFault
 from shardcast.wire import decode
 
@@ -182,14 +180,7 @@ async def _check(
 
 def _open(envelope: bytes, coordinator: CoordinatorClient) -> Receipt:
     try:
-        opened = open_envelope(
-            envelope,
-            domain=RECEIPT_DOMAIN,
-            versions=(MESSAGE_VERSION,),
-            max_payload_bytes=MAX_MESSAGE_BYTES,
-            signer=coordinator.run_key,
-        )
-        receipt = decode(Receipt, opened.payload, max_bytes=MAX_MESSAGE_BYTES)
+        receipt = open_receipt(envelope, signer=coordinator.run_key)
     except PeerFault as error:
         raise _BrokenPromise("not_the_runs", f"It is not a receipt of this run: {error}.") from error
     if receipt.run_id != coordinator.run_id:

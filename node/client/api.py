@@ -26,9 +26,6 @@ from node.protocol.checkpoints import Checkpoint, open_checkpoint
 from node.protocol.endpoints import Endpoint, LogProof
 from node.protocol.membership import Puzzle
 from node.protocol.messages import (
-    MAX_MESSAGE_BYTES,
-    MESSAGE_VERSION,
-    RECEIPT_DOMAIN,
     LeaseReply,
     LeaseRequest,
     NodeStanding,
@@ -37,11 +34,10 @@ from node.protocol.messages import (
     RelayAnnouncement,
     RelayList,
 )
+from node.protocol.receipts import open_receipt
 from node.protocol.run import Descriptor, open_descriptor
-from shardcast.envelope import open_envelope
 from shardcast.errors import PeerFault
 from shardcast.urls import valid_sources
-from shardcast.wire import decode
 
 FOREVER: Final = float("inf")
 """As `patience_seconds`: retry until it succeeds or is refused."""
@@ -262,14 +258,7 @@ class CoordinatorClient:
         if self.run_key is None or self._key is None:
             raise ConfigError("A receipt can be checked only with a key, and after the run's descriptor.")
         try:
-            opened = open_envelope(
-                answer.body,
-                domain=RECEIPT_DOMAIN,
-                versions=(MESSAGE_VERSION,),
-                max_payload_bytes=MAX_MESSAGE_BYTES,
-                signer=self.run_key,
-            )
-            receipt = decode(Receipt, opened.payload, max_bytes=MAX_MESSAGE_BYTES)
+            receipt = open_receipt(answer.body, signer=self.run_key)
         except PeerFault as error:
             said = printable(str(error))
             raise BadReply(f"{answer.url} sent a receipt that is not the run's: {said}.", code=error.code) from error

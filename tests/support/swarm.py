@@ -47,8 +47,6 @@ from node.environments import load_environments
 from node.episodes.expected import expected_of
 from node.joining.session import JoinSettings
 from node.protocol.messages import (
-    MESSAGE_VERSION,
-    RECEIPT_DOMAIN,
     Lease,
     LeaseReply,
     LeaseRequest,
@@ -57,6 +55,7 @@ from node.protocol.messages import (
     RequestClaim,
     candidate_of,
 )
+from node.protocol.receipts import open_receipt
 from node.protocol.requests import sign_request
 from node.protocol.run import EnvironmentSpec, LimitsSpec, ProofSpec, RunSpec, StandingSpec, run_id_of
 from node.protocol.submission import Expected, Rollout
@@ -65,7 +64,6 @@ from node.verification.readings import MakePrefills, transformers_prefills
 from node.verification.shelf import GIB
 from node.worker.daemon import WorkerSettings, run_worker
 from shardcast import Origin, OriginServer, publish_content
-from shardcast.envelope import open_envelope
 from shardcast.manifest import SignedManifest
 from shardcast.wire import decode, encode
 
@@ -229,14 +227,7 @@ class Swarm:
         while time.monotonic() < deadline:
             answer = peer.send("GET", f"/v1/receipts/{submission}?wait=10")
             if answer.status == 200:
-                opened = open_envelope(
-                    answer.body,
-                    domain=RECEIPT_DOMAIN,
-                    versions=(MESSAGE_VERSION,),
-                    max_payload_bytes=2**16,
-                    signer=self.home.public_key,
-                )
-                return decode(Receipt, opened.payload, max_bytes=2**16)
+                return open_receipt(answer.body, signer=self.home.public_key)
         raise AssertionError("no verdict in time")
 
     def audit(self, state: Path, **changes: Any) -> int:

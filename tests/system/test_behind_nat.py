@@ -19,10 +19,10 @@ from waiting import until
 from coordinator.run.peer_child import PEER_FOLDER, PeerPlan
 from node.keys.identity import create_key, load_key
 from node.protocol.admission import Outcome
-from node.protocol.messages import MESSAGE_VERSION, RECEIPT_DOMAIN, KeptReceipt, Receipt
+from node.protocol.messages import KeptReceipt, Receipt
 from node.protocol.peers import Address, Invitation
+from node.protocol.receipts import open_receipt
 from node.protocol.run import run_id_of
-from shardcast.envelope import open_envelope
 from shardcast.wire import decode
 
 pytest.importorskip("libp2p", reason="libp2p is not installed: pip install -e '.[p2p]'")
@@ -56,9 +56,7 @@ class Scene:
         kept = (self.folder / "home" / "receipts.ndjson").read_bytes().splitlines()
         envelopes = [decode(KeptReceipt, line, max_bytes=len(line)).envelope for line in kept]
         signer = load_key(self.folder / "run.key").public_key().public_bytes_raw()
-        limits = {"domain": RECEIPT_DOMAIN, "versions": (MESSAGE_VERSION,), "max_payload_bytes": 2**16}
-        opened = [open_envelope(each, signer=signer, **limits) for each in envelopes]
-        return [decode(Receipt, each.payload, max_bytes=2**16) for each in opened]
+        return [open_receipt(each, signer=signer) for each in envelopes]
 
     def worker(self) -> dict[str, Any]:
         """What the worker says of itself."""

@@ -20,10 +20,9 @@ from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage.schema import log_entries, submissions
 from node.protocol.admission import Outcome
-from node.protocol.messages import MESSAGE_VERSION, RECEIPT_DOMAIN, Receipt
+from node.protocol.messages import Receipt
 from node.protocol.reasons import Reason
-from shardcast.envelope import open_envelope
-from shardcast.wire import decode
+from node.protocol.receipts import open_receipt
 
 
 @pytest.fixture
@@ -53,10 +52,7 @@ def answer(url: str, submission: str) -> tuple[int, bytes]:
 def receipt(url: str, submission: str) -> Receipt:
     status, body = answer(url, submission)
     assert status == 200, body
-    opened = open_envelope(
-        body, domain=RECEIPT_DOMAIN, versions=(MESSAGE_VERSION,), max_payload_bytes=2**16, signer=PUBLIC_KEY
-    )
-    return decode(Receipt, opened.payload, max_bytes=2**16)
+    return open_receipt(body, signer=PUBLIC_KEY)
 
 
 def test_a_changed_outcome_in_the_database_never_reaches_a_receipt(actors: Actors, url: str) -> None:
