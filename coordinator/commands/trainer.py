@@ -177,13 +177,23 @@ def _train(
     server = OriginServer(origin, host, port, limits=limits, contents=contents, beside=report_serving)
     port = server.start()
     click.echo(f"origin  http://{host}:{port}")
-    announced = f"http://{bracketed(reachable_hosts(host)[0])}:{port}"
-    with home.database.write() as connection:
-        put_fact(connection, ORIGIN, announced)
+
+    def announce() -> None:
+        with home.database.write() as connection:
+            put_fact(connection, ORIGIN, f"http://{bracketed(reachable_hosts(host)[0])}:{port}")
+
+    if recorded is None:
+        announce()  # the first policy may take a while to warm up
     name_process(run=home.run_id, name="trainer")
     registry = role_registry("trainer", home, state=settings.state)
     work = Trainer(
-        home, origin=origin, server=server, settings=settings, metrics=TrainerMetrics(registry), tracker=tracker
+        home,
+        origin=origin,
+        server=server,
+        settings=settings,
+        metrics=TrainerMetrics(registry),
+        tracker=tracker,
+        announce=announce,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: work.stop())

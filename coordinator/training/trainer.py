@@ -12,6 +12,7 @@ import hashlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,10 +95,12 @@ class Trainer:
         settings: TrainerSettings,
         metrics: TrainerMetrics | None = None,
         tracker: Tracker | None = None,
+        announce: Callable[[], None] | None = None,
     ) -> None:
         self._home = home
         self._settings = settings
         self._tracker = tracker or NullTracker()
+        self._announce = announce or (lambda: None)
         self._metrics = metrics or TrainerMetrics()
         self._origin = origin
         self._state = settings.state
@@ -144,6 +147,7 @@ class Trainer:
         learner = self._restore()
         self._is_repeating = False
         self._check_history(learner)
+        self._announce()
         self._replay(learner)
         self._publish(learner, self._policy_file(learner))
         waited_since = time.monotonic()

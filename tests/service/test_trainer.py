@@ -421,10 +421,14 @@ def dying(patch: pytest.MonkeyPatch, point: str, occasion: int) -> Callable[...,
 
 def test_a_trainer_in_another_folder_does_not_sign_a_second_history(tmp_path: Path) -> None:
     """Two manifests for one version are fraud in everybody's eyes; a mistyped --state must not commit it."""
+    announced: list[str] = []
     with run_in(tmp_path) as home:
-        train_to_the_end(home, tmp_path)
-        with trainer_of(home, tmp_path / "other") as trainer, pytest.raises(BadConfiguration, match="--state"):
+        train_to_the_end(home, tmp_path, announce=lambda: announced.append("its own"))
+        assert announced == ["its own"]
+        other = trainer_of(home, tmp_path / "other", announce=lambda: announced.append("other"))
+        with other as trainer, pytest.raises(BadConfiguration, match="--state"):
             trainer.run()
+        assert announced == ["its own"], "nodes would be sent to it, and the run would stand still"
         assert not list((tmp_path / "other" / "origin").rglob("manifests/*"))
 
 

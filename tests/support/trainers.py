@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,14 @@ def admit(home: Home, steps: range = range(STEPS)) -> None:
 
 
 @contextmanager
-def trainer_of(home: Home, folder: Path, *, tracker: Tracker | None = None, **settings: Any) -> Iterator[Trainer]:
+def trainer_of(
+    home: Home,
+    folder: Path,
+    *,
+    tracker: Tracker | None = None,
+    announce: Callable[[], None] | None = None,
+    **settings: Any,
+) -> Iterator[Trainer]:
     """A freshly started trainer process, as far as its state goes."""
     with home.database.read() as connection:
         recorded = training.newest_version(connection)
@@ -86,7 +93,7 @@ def trainer_of(home: Home, folder: Path, *, tracker: Tracker | None = None, **se
     server.start()
     try:
         given = TrainerSettings(state=folder, **settings)
-        yield Trainer(home, origin=origin, server=server, settings=given, tracker=tracker)
+        yield Trainer(home, origin=origin, server=server, settings=given, tracker=tracker, announce=announce)
     finally:
         server.stop()
         origin.close()
