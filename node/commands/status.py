@@ -79,11 +79,12 @@ def status(
     state: Path | None,
     as_json: bool,
 ) -> None:
-    """Say what a node's standing is, why, and what its worker is doing.
+    """Say how a run is, what a node's standing is, why, and what its worker is doing.
 
     \b
     Examples:
       swarmproof status                                    # of the only worker under ~/.swarmproof
+      swarmproof status --coordinator http://192.0.2.1:8700 --run-id 5f3c...    # where no worker is: the run alone
       swarmproof status --coordinator http://192.0.2.1:8700 --run-id 5f3c... --node 8a1e...
 
     Exit code 0: the node is not banned. 1: it is, or no coordinator answers. 2: it is not clear which node is meant.
@@ -93,8 +94,8 @@ def status(
         coordinators, run_id = _introduced(parse_join_options(joins=joins, coordinators=coordinators, run_id=run_id))
     local = _local(state, run_id)
     urls, run_id = _where(coordinators, run_id, local)
-    if node is None:
-        node = node_id(load_key(_key_file(key, local)))
+    if node is None and (file := _key_file(key, state, local)) is not None:
+        node = node_id(load_key(file))
     console = Console()
     try:
         standing, spec, url, health = asyncio.run(_ask(urls, run_id, node))
@@ -102,16 +103,21 @@ def status(
         if local.worker is not None and not as_json:
             show([line_of(local.worker, now=time.time())], (), console)
         raise
+    banned = standing is not None and standing.banned
     if as_json:
-        said = {"exit_code": int(standing.banned), "run_id": run_id, "standing": standing, "worker": local.raw}
+        said = {"exit_code": int(banned), "run_id": run_id, "standing": standing, "worker": local.raw}
         click.echo(msgspec.json.encode(said))
     else:
         lines = [StatusLine("run", f"{spec.name}, {run_id[:16]}…, at {url}"), *health]
-        lines += [*lines_of(standing, spec.standing), StatusLine("page", page_of(url, node))]
+        if standing is None:
+            lines.append(StatusLine("node", "None has worked for it here: name one by --node, --key or --state."))
+            lines.append(StatusLine("page", f"{url}/"))
+        else:
+            lines += [*lines_of(standing, spec.standing), StatusLine("page", page_of(url, standing.node))]
         if local.worker is not None:
             lines.append(line_of(local.worker, now=time.time()))
-        show(lines, deciding(standing), console)
-    ctx.exit(int(standing.banned))
+        show(lines, () if standing is None else deciding(standing), console)
+    ctx.exit(int(banned))
 
 
 def _check(*, run_id: str | None, node: str | None, key: Path | None) -> None:
@@ -163,10 +169,16 @@ def _known_folders() -> str:
     return f". On this machine there are {', '.join(found)}" if len(found) > 1 else ""
 
 
-def _key_file(key: Path | None, local: _Local) -> Path:
-    if key is None and local.folder is None:
-        raise click.UsageError("Name the node: --node HEX, --key FILE, or --state with a worker's folder.")
-    return key or (local.folder or Path()) / "key"
+def _key_file(key: Path | None, state: Path | None, local: _Local) -> Path | None:
+    """Return the named key, else the worker's; None where no worker has worked for the run in the default folder."""
+    if key is not None or local.folder is None:
+        return key
+    file = local.folder / "key"
+    if file.exists():
+        return file
+    if state is not None:
+        raise click.UsageError(f"No worker has worked in {state}: name another --state, or --node HEX.")
+    return None
 
 
 def _local(state: Path | None, run_id: str | None) -> _Local:
@@ -188,15 +200,15 @@ def _local(state: Path | None, run_id: str | None) -> _Local:
 
 
 async def _ask(
-    urls: tuple[str, ...], run_id: str, node: str
-) -> tuple[NodeStanding, RunSpec, str, Sequence[StatusLine]]:
-    """Return the node's standing, the run's rules, the coordinator's URL, which proves to be the run's, and how it says
-    that the run is.
+    urls: tuple[str, ...], run_id: str, node: str | None
+) -> tuple[NodeStanding | None, RunSpec, str, Sequence[StatusLine]]:
+    """Return the node's standing if one is named, the run's rules, the coordinator's URL, which proves to be the run's,
+    and how it says that the run is.
 
     Raises CoordinatorFault.
     """
     async with CoordinatorClient(urls, run_id=run_id, backoff=_ONCE) as client:
         descriptor = await client.descriptor(patience_seconds=SECONDS)
-        standing = await client.standing(node, patience_seconds=SECONDS)
+        standing = None if node is None else await client.standing(node, patience_seconds=SECONDS)
         said = await client.fetch(endpoints.STATUS_OF_RUN, max_bytes=MAX_STATUS_OF_RUN_BYTES, patience_seconds=SECONDS)
         return standing, descriptor.spec, client.url, health_lines(said)

@@ -127,7 +127,11 @@ def test_without_flags_it_is_about_the_worker_of_this_machine(swarm: Swarm, tmp_
     ("arguments", "code", "sentence"),
     [
         ((), 2, "Give --join, or --coordinator and --run-id"),
-        (("--coordinator", "http://127.0.0.1:9", "--run-id", "a" * 64), 1, "make one with: swarmproof keys new"),
+        (
+            ("--coordinator", "http://127.0.0.1:9", "--run-id", "a" * 64, "--key", "/nowhere/key"),
+            1,
+            "make one with: swarmproof keys new",
+        ),
         (("--coordinator", "http://127.0.0.1:9", "--run-id", "a" * 64, "--node", "b" * 64), 1, "cannot be reached"),
         (("--coordinator", "http://127.0.0.1:9", "--run-id", "a" * 63), 2, "64 hexadecimal digits"),
         (("--node", "b" * 63), 2, "keys show"),
@@ -144,6 +148,19 @@ def test_what_is_missing_or_away_is_one_sentence(
     assert said.stdout == ""
     if code == 1:
         assert [line.partition(":")[0] for line in said.stderr.splitlines()] == ["Error", "hint"]
+
+
+def test_an_operator_without_a_worker_reads_how_the_run_is(swarm: Swarm, tmp_path: Path) -> None:
+    """`swarmproof --help` names this command for it; that a key is to be made helps nobody there."""
+    run = ("--coordinator", swarm.url, "--run-id", swarm.home.run_id)
+    said = ask(*run, home=tmp_path)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "health" in said.stdout
+    assert "None has worked for it here" in said.stdout
+    assert json.loads(ask(*run, "--json", home=tmp_path).stdout)["standing"] is None
+    elsewhere = ask(*run, "--state", str(tmp_path / "worker"), home=tmp_path)
+    assert elsewhere.returncode == 2
+    assert "No worker has worked in" in elsewhere.stderr
 
 
 def test_a_coordinator_of_another_run_is_not_believed(swarm: Swarm, tmp_path: Path) -> None:
