@@ -2,6 +2,7 @@
 
 CoordinatorError
 ├── BadConfiguration     a setting, a key or a folder is not what this run needs
+│   ├── CannotListen     the coordinator's address is taken, or not this machine's
 │   ├── Uncalibrated     the run would begin for ever without levels of honest work
 │   └── UnfitModel       model.initial names no policy with which the run of this run.toml can begin
 ├── OtherRelease         the run is of another release, whose database or rules this one cannot read
@@ -26,6 +27,10 @@ class CoordinatorError(Exception):
 
 class BadConfiguration(CoordinatorError):
     code = "bad_configuration"
+
+
+class CannotListen(BadConfiguration):
+    code = "cannot_bind"
 
 
 class OtherRelease(CoordinatorError):

@@ -23,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from coordinator.errors import BadConfiguration
+from coordinator.errors import CannotListen
 from coordinator.http.errors import BODY_RECEIVED, error_body
 from node.protocol.reasons import Reason, Refusal
 from shardcast.rate_limit import canonical_address, network_of
@@ -342,7 +342,7 @@ def allow_connections(limits: ConnectionLimits) -> ConnectionLimits:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket, whose options accepted sockets inherit; raises BadConfiguration."""
+    """Return a bound socket, whose options accepted sockets inherit; raises CannotListen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -353,5 +353,5 @@ def listening_socket(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise BadConfiguration(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listening
