@@ -42,7 +42,7 @@ def check_port(host: str, port: int) -> None:
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             why = "another process listens there" if taken else error.strerror
-            raise ConfigError(f"Peers cannot be listened for on {host}:{port}: {why}.", code="port_taken") from error
+            raise ConfigError(f"Peers cannot be listened for on {host}:{port}: {why}.", code="cannot_bind") from error
 
 
 def is_loopback(host: str) -> bool:

@@ -191,7 +191,10 @@ class PolicyFeed:
     def _note_away(self, error: ShardcastError) -> None:
         if self._away_since is None:
             self._away_since = time.monotonic()
-            log.warning("no relay serves the newest policy (%s); retrying until one does", printable(str(error)))
+            if error.code == "no_sources":
+                log.warning("the run has no relay yet, and no trainer that others can reach; retrying until it has")
+            else:
+                log.warning("no relay serves the newest policy (%s); retrying until one does", printable(str(error)))
 
     def _note_back(self) -> None:
         if self._away_since is not None:

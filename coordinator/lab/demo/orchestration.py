@@ -85,7 +85,8 @@ class Demonstration:
         swarm = self._swarm
         audit = f"swarmproof audit {swarm.coordinator_url} --run-id {swarm.run_id} --source {swarm.origin_url}"
         # As one line each, however narrow the terminal: it is there to be copied.
-        self._console.print(f"The swarm goes on until Ctrl-C. To audit it:\n  {audit}", soft_wrap=True)
+        page = f"The swarm goes on until Ctrl-C. Its page:\n  {swarm.coordinator_url}/\nTo audit it:\n  {audit}"
+        self._console.print(page, soft_wrap=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 supervisor.poll()
