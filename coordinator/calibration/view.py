@@ -40,9 +40,10 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim"
     )
-    table.add_column(columns[0], no_wrap=True)
+    table.add_column(columns[0])
     for column in columns[1:]:
-        table.add_column(column, justify="right")
+        # Else rich cuts words of the headings in 80 characters, and wraps no name.
+        table.add_column(column, justify="right", min_width=max(map(len, column.split())))
     return table
 
 
