@@ -180,6 +180,28 @@ def test_a_step_that_trained_nothing_is_a_gap_with_its_reason(browser: Browser, 
             assert "".join(plot.locator(".u-legend").inner_text().split()).startswith(shown)
 
 
+SPANS = """() => ['verdicts', 'rate', 'wait'].map((name) => {
+  const { min, max } = charts.get(name).chart.scales.x;
+  return max - min;
+})"""
+
+
+def test_the_first_minute_of_a_run_is_drawn_as_a_minute(browser: Browser, tmp_path: Path) -> None:
+    """As a thousand days it had nothing but midnights below it."""
+    only = Stock(workers=1, submissions=1, relays=0)
+    with served(tmp_path, only) as young, tab(browser, young) as found:
+        found.open("/")
+        found.wait_for_plots()
+        found.page.evaluate(
+            """() => {
+              plots.over = { ...plots.over, start: plots.over.start.slice(0, 1) };
+              draw({ anew: true });
+            }"""
+        )
+        found.page.wait_for_timeout(100)
+        assert found.page.evaluate(SPANS) == [found.page.evaluate("plots.over.width")] * 3
+
+
 CARD_HAS_CHANGED = r"""before => [...document.querySelectorAll('.card')]
   .find(card => card.textContent.includes('slots admitted')).querySelector('dd').textContent.trim()
   .split(/\s/)[0] !== before"""

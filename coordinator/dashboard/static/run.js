@@ -168,7 +168,10 @@ function options(made, palette, place) {
   const font = "12px system-ui, sans-serif";
   const axis = { stroke: palette.quiet, font, ticks: { show: false }, gap: 6 };
   const width = plots.over.width;
-  const across = made.bars ? { range: (plot, least, most) => [least, most + width] } : {};
+  const first = made.x[0];
+  const last = made.x.at(-1);
+  // Of a single moment uPlot would show a thousand days.
+  const across = made.by === BY_TIME ? { range: [first, made.bars || first === last ? last + width : last] } : {};
   const up = (plot, least, most) => [Math.min(0, least ?? 0), made.top ?? (most > 0 ? 1.05 * most : 1)];
   return {
     width: Math.max(200, place.clientWidth), height, padding: [8, 18, 0, 0], bands: made.bands,
