@@ -123,7 +123,8 @@ def rollouts(*, data: Path, to: Path, database_url: str | None, rejected: bool) 
     home = open_home(data, database_url=database_url)
     with closing(home.database):
         done = export_rollouts(home, to, rejected=rejected)
-    click.echo(f"{done.rollouts:,} rollouts of {done.submissions:,} submissions are in {to}, in {done.files} files")
+    files = "file" if done.files == 1 else "files"
+    click.echo(f"{done.rollouts:,} rollouts of {done.submissions:,} submissions are in {to}, in {done.files} {files}")
     if done.unreadable:
         click.echo(f"left out: {done.unreadable:,} rejected submissions whose files cannot be read", err=True)
     if done.missing:

@@ -182,4 +182,6 @@ def _disk(state: Path, footprint: Footprint | None, spec: RunSpec | None) -> Che
     if footprint is None:
         return machine.check_disk(state, need=machine.LEAST_DISK_BYTES, what="a run")
     versions = (BatchSpec() if spec is None else spec.batch).max_async + 2
-    return machine.check_disk(state, need=versions * footprint.file_bytes, what=f"{versions} versions of this policy")
+    return machine.check_disk(
+        state, need=versions * footprint.file_bytes, what=f"keeping {versions} versions of this policy"
+    )

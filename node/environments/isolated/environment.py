@@ -132,7 +132,11 @@ def environment_over(process: GuestProcess, spec: EnvironmentSpec, chat: ChatFor
     shown = _shown(spec.name, spec.arguments.get("chat") if kind == "verifiers" else None, chat)
     loaded = process.start()
     count = "endless" if loaded.problems is None else str(loaded.problems)
-    log.info("%s is loaded: %s problems, digest %s, %s", spec.name, count, loaded.digest, loaded.versions)
+    rows = "" if loaded.digest is None else f", digest {loaded.digest}"
+    versions = ", ".join(
+        f"{name} {known}" for name, known in msgspec.structs.asdict(loaded.versions).items() if known is not None
+    )
+    log.info("%s is loaded: %s problems%s (%s)", spec.name, count, rows, versions)
     if loaded.tools and not reads_calls(shown):
         process.close()
         raise EnvironmentFault(
