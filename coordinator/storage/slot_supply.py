@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 
 from coordinator.storage import pools
 from coordinator.storage import work_statements as statements
+from coordinator.storage.counters import count_opened
 from coordinator.storage.prepared import Rows
 from coordinator.storage.progress import Progress
 from coordinator.storage.schema import SlotState
@@ -78,8 +79,9 @@ def take(
     rows = [row for row in rows if row[1] == rows[0][1]]
     chosen = [TakenSlot(*slot) for _, *slot in rows]
     if counted is not None and len(chosen) < most and all(slot.version == at.head for slot in chosen):
-        ((under_way, waiting, last),) = counted()  # before any is taken, on SQLite as well
-        slots = _SlotsNow(under_way + len(chosen), waiting - len(chosen), last)
+        ((unsettled, waiting, last),) = counted()  # before any is taken, on SQLite as well
+        waiting -= len(chosen)
+        slots = _SlotsNow(unsettled - waiting, waiting, last)
         most -= len(chosen)
         chosen += _open_new(connection, slots, at=at, manifest=manifest, most=most, lacks=lacks, spec=spec, now=now)
     for slot_id, *_ in rows:
@@ -135,7 +137,7 @@ def _open_new(
     reserve = 0 if lacks else min(capacity, spec.batch.groups_per_step)
     room = min(most, max(capacity - slots.waiting, reserve) - slots.under_way)
     first = 0 if slots.last is None else slots.last + 1
-    taken = []
+    taken, opened = [], 0
     for number in range(first, first + room):
         try:
             drawn = pools.slot_columns(connection, spec=spec, version=at.head, manifest_digest=manifest, number=number)
@@ -144,6 +146,8 @@ def _open_new(
         state = SlotState.OPEN if drawn.get("environment") in lacks else SlotState.LEASED
         values = {"version": at.head, "number": number, "state": state, "opened_at": now, **_NOTHING_DRAWN, **drawn}
         statements.NEW_SLOT.send(connection, values)
+        opened += 1
         if state is SlotState.LEASED:
             taken.append(TakenSlot(at.head, number, manifest, drawn.get("candidate")))
+    count_opened(connection, opened)
     return taken

@@ -25,6 +25,7 @@ from sqlalchemy import (
     update,
 )
 
+from coordinator.storage.counters import UNSETTLED
 from coordinator.storage.prepared import Prepared, insert_into
 from coordinator.storage.schema import (
     LeaseState,
@@ -169,12 +170,12 @@ LEASE_STATE = Prepared(
 GROUPS_WAITING = Prepared(_how_many(groups.c.step.is_(None)))
 SLOTS_NOW = Prepared(
     select(
-        _how_many(_one_of(slots.c.state, SlotState.LEASED, SlotState.SUBMITTED, SlotState.ADMITTED)).scalar_subquery(),
+        UNSETTLED,
         _how_many(slots.c.state == SlotState.OPEN).scalar_subquery(),
         select(func.max(slots.c.number)).where(slots.c.version == bindparam("version")).scalar_subquery(),
     )
 )
-"""How many slots are in flight, how many are open, and the highest number of a version."""
+"""How many slots are in flight or open, how many are open, and the highest number of a version."""
 
 NEW_SLOT = Prepared(
     insert_into(slots, "version", "number", "state", "opened_at", "candidate", "environment", "problem")

@@ -117,6 +117,18 @@ def test_who_takes_an_open_slot_on_sqlite_has_none_counted(tmp_path: Path) -> No
     home.database.close()
 
 
+def test_a_lease_counts_no_slots_in_flight(tmp_path: Path) -> None:
+    """Thousands of workers have thousands of them, and whoever asks for the next one would wait for that."""
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of())
+    begun(home)
+    actors, sent = Actors(home), traced(home)
+    actors.lease("old", held=(0,))
+    assert any("max(slots.number)" in one for one in sent)
+    states = ("leased", "submitted", "admitted")
+    assert [one for one in sent if any(f"slots.state = '{state}'" in one for state in states)] == []
+    home.database.close()
+
+
 @contextmanager
 def recorded() -> Iterator[dict[str, Any]]:
     """Statements and parameters of psycopg, a dictionary, and of `Prepared`, a list; by text."""
