@@ -8,12 +8,13 @@ high by what was handed in or back, and too low only by the slots of nodes that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, text, update
 from sqlalchemy.sql import union_all
 
-from coordinator.storage.prepared import Prepared, insert_into
+from coordinator.storage.prepared import Prepared, Rows, insert_into
 from coordinator.storage.schema import leases, newcomers, nodes, submissions
 from coordinator.storage.standing import is_unproven
 from coordinator.storage.work_statements import IS_ACTIVE, IS_WITHOUT_VERDICT
@@ -66,12 +67,18 @@ _ADD_AT = Prepared(
 """Of a place, where a count is kept."""
 
 
-def taken_slots(connection: Connection, place: str, *, now: float) -> tuple[int, int]:
-    """Return how many slots nodes that are not proven hold or have submitted without a verdict, in all and at `place`.
+def ask_for_kept(connection: Connection, place: str) -> Callable[[], Rows]:
+    """Ask for the counts that are kept; PostgreSQL is not waited for."""
+    return _KEPT.ask(connection, {"of_place": place})
+
+
+def taken_slots(connection: Connection, place: str, kept_rows: Callable[[], Rows], *, now: float) -> tuple[int, int]:
+    """Return how many slots nodes that are not proven hold or have submitted without a verdict, in all and at `place`,
+    whose kept counts were asked for.
 
     Called in the transaction of a lease, which excludes others.
     """
-    kept = {row[0]: row[1:] for row in _KEPT.rows(connection, {"of_place": place})}
+    kept = {row[0]: row[1:] for row in kept_rows()}
     if _ALL in kept:
         taken, rows, counted_at = kept[_ALL]
         if 0 <= now - counted_at < min(SECONDS_EACH * rows, MOST_SECONDS):

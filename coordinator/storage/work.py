@@ -75,17 +75,21 @@ def lease(
     says when to retry.
     """
     locks.leasing(connection)
+    address, place = quota.address, place_of(quota.address)
+    kept = newcomers.ask_for_kept(connection, place)
     found, (head, last_step, manifest, unfinished, has_overdue) = _look(connection, node, check, spec=spec, now=now)
     if has_overdue:
         expire_leases(connection, spec=spec, now=now)
+        kept = newcomers.ask_for_kept(connection, place)
         found, (head, last_step, manifest, unfinished, _) = _look(connection, node, check, spec=spec, now=now)
     at = Progress.of(head, last_step)
-    address, place = quota.address, place_of(quota.address)
     there = {"of_node": node, "now": now, "from_address": address, "from_place": place}
     oldest_held = min((held for held in request.held_versions if held <= at.head), default=None)
     seen = statements.NODE_SEEN.send(connection, {**there, "oldest_held": oldest_held, "is_busy": unfinished > 0})
     standing = _standing(node, (found or seen)())
     if unfinished > 0 and standing.address:
+        if standing.place != place:
+            kept = newcomers.ask_for_kept(connection, standing.place)
         address, place = standing.address, standing.place
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
@@ -94,7 +98,7 @@ def lease(
     if quota.most_leases:
         most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=address))
     if not standing.proven and most > 0 and wait <= 0:
-        most = min(most, _unproven_capacity(connection, at, spec=spec, place=place, now=now))
+        most = min(most, _unproven_capacity(connection, at, kept, spec=spec, place=place, now=now))
     wanted = min(request.slots, most)
     if wait > 0 or wanted <= 0 or at.head < 0 or at.is_over(spec):
         return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
@@ -328,11 +332,13 @@ def _standing(node: str, rows: Rows) -> _Standing:
     return _Standing(admitted, rejected_streak, not_before, of_slots, address, place)
 
 
-def _unproven_capacity(connection: Connection, at: Progress, *, spec: RunSpec, place: str, now: float) -> int:
+def _unproven_capacity(
+    connection: Connection, at: Progress, kept: Callable[[], Rows], *, spec: RunSpec, place: str, now: float
+) -> int:
     """Return how many more slots unproven nodes of a place may take: together half of all, so that free keys cannot
     crowd out others, and of one place no more than PLACE_SHARE times what is free.
     """
-    taken, there = newcomers.taken_slots(connection, place, now=now)
+    taken, there = newcomers.taken_slots(connection, place, kept, now=now)
     free = _unproven_share(at, spec=spec) - taken
     return min(free, PLACE_SHARE * free - there) if place and free > 0 else free
 

@@ -97,7 +97,7 @@ IS_WITHOUT_VERDICT = (
 )
 """Rechecks do not count: a rejected node's would take capacity from others."""
 
-_IS_OVERDUE = and_(IS_ACTIVE, or_(leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late")))
+_OVERDUE = (leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late"))
 
 _HELD = _how_many(leases.c.node == bindparam("node"), IS_ACTIVE)
 HELD_AT = Prepared(_how_many(IS_ACTIVE, leases.c.node == nodes.c.node, nodes.c.address == bindparam("address")))
@@ -111,7 +111,8 @@ SITUATION = Prepared(
         _LAST_STEP,
         select(policies.c.manifest_digest).order_by(policies.c.version.desc()).limit(1).scalar_subquery(),
         _HELD.scalar_subquery() + _UNJUDGED.scalar_subquery(),
-        exists().where(_IS_OVERDUE),
+        # One by one: for either, PostgreSQL would read all active leases.
+        or_(*(exists().where(IS_ACTIVE, overdue) for overdue in _OVERDUE)),
     )
 )
 """Newest policy, last step, the newest policy's manifest, how many leases and submissions without a verdict `node` has,
@@ -134,7 +135,7 @@ _LEASE = (
 LEASE, LOCKED_LEASE = Prepared(_LEASE), Prepared(_LEASE.with_for_update(of=leases))
 OVERDUE = Prepared(
     select(leases.c.lease, leases.c.node)
-    .where(_IS_OVERDUE)
+    .where(IS_ACTIVE, or_(*_OVERDUE))
     .limit(MOST_ENDED)
     # A lease whose submission is being committed is in time.
     .with_for_update(skip_locked=True)

@@ -577,14 +577,20 @@ def test_a_job_is_called_once_its_locks_are_held(home: Home) -> None:
     assert called.called
 
 
-def test_a_lease_waits_for_the_server_three_times(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that waits gives the interpreter's lock away, and with a dozen times for each, leases bound the rest."""
+@pytest.mark.parametrize(("admitted", "most", "given"), [(1, 3, [1, 2, 3]), (0, 4, [1, 2])], ids=["proven", "new"])
+def test_a_lease_waits_for_the_server_three_times(
+    home: Home, monkeypatch: pytest.MonkeyPatch, admitted: int, most: int, given: list[int]
+) -> None:
+    """A thread that waits gives the interpreter's lock away, and with a dozen times for each, leases bound the rest.
+
+    A new node's waits once more where no count of newcomers' slots is kept, and the first one has its slot already.
+    """
     coordinator = Coordinator(home, key=Ed25519PrivateKey.generate())
     peers = [f"{number:064x}" for number in range(4)]
     with home.database.write() as connection:
         for peer in peers:
             coordinator.register(connection, peer, REGISTRATION, now=1000.0)
-            connection.execute(update(nodes).values(admitted=1, verified=1))
+            connection.execute(update(nodes).values(admitted=admitted, verified=admitted))
     Actors(home).publish(0)
     request = LeaseRequest(held_versions=(0,), slots=1, instance=INSTANCE)
     signed = SignedRequestLog(home.database)
@@ -600,14 +606,15 @@ def test_a_lease_waits_for_the_server_three_times(home: Home, monkeypatch: pytes
         patch.setattr(PreparedSession, "flush", lambda self: [waits(), flush(self)][1])
         outcomes = home.database.execute_together(jobs, leasing=True)
     taken = [outcome.value.leases for outcome in outcomes if outcome.value is not None]
-    assert [lease.slot for (lease,) in taken] == [1, 2, 3]
+    assert [lease.slot for granted in taken for lease in granted] == given
     refusal = outcomes[2].error
     assert isinstance(refusal, Refusal)
     assert refusal.reason is Reason.REPLAYED_REQUEST
-    assert waits.call_count <= 1 + 3 * len(taken) + 2 + 1, "the locks, a replay's two, and the commit"
+    others = 1 + 2 * (len(taken) - len(given)) + 2 + 1
+    assert waits.call_count <= most * len(given) + others, "the locks, who gets none, a replay, and the commit"
     with home.database.read() as connection:
         held = connection.execute(select(slots.c.number).join(leases, leases.c.slot_id == slots.c.id)).scalars().all()
-    assert sorted(held) == [0, 1, 2, 3]
+    assert sorted(held) == [0, *given]
 
 
 def test_a_prepared_statement_outlives_what_is_rolled_back(home: Home) -> None:
