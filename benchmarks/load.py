@@ -17,7 +17,8 @@ Three phases:
 - open loop for `--seconds`, at `--rate` requests a second or, without it, at 70 % of what the closed loop did: the
   moments are drawn beforehand (a Poisson process), each for a worker drawn at random, and a request's latency counts
   from that moment, whether or not the worker, the generator or the coordinator was free then. So a stall is counted for
-  all who would have asked during it.
+  all who would have asked during it. Before, each worker sends none, one or two requests, so that they do not all ask
+  for their first lease within the same seconds: that is a run's start, and three times the leases of the closed loop.
 
 Then the closed loop again, on PostgreSQL with two and with four API processes (`--role api`) and a leader: the workers
 take turns at them. On as many cores as one API and its server fill, that says what more processes cost, and not what
@@ -104,6 +105,17 @@ async def busy_only(served: Served, options: argparse.Namespace) -> LoadPhase:
     return phase
 
 
+async def spread(workers: Sequence[SimulatedWorker], *, busy: int, rng: random.Random) -> None:
+    """Bring the workers to different requests of their lives; `busy` of them go on at a time."""
+
+    async def go_on(worker: SimulatedWorker, requests: int) -> None:
+        for _ in range(requests):
+            await worker.step(due=time.perf_counter(), samples=[])
+
+    for index in range(0, len(workers), busy):
+        await asyncio.gather(*(go_on(worker, rng.randrange(3)) for worker in workers[index : index + busy]))
+
+
 async def load(served: Served, options: argparse.Namespace) -> list[LoadPhase]:
     """Run all three phases."""
     rng = random.Random(options.seed)
@@ -114,6 +126,7 @@ async def load(served: Served, options: argparse.Namespace) -> list[LoadPhase]:
     tell(phases[-1])
     phases.append(await closed_loop(served, workers[: options.busy], seconds=options.seconds))
     tell(phases[-1])
+    await spread(workers, busy=options.busy, rng=rng)
     rate = options.rate or SHARE_OF_CAPACITY * phases[-1].rate
     plan = arrivals(workers, rate=rate, seconds=options.seconds, rng=rng)
     phases.append(await open_loop(served, plan, name=f"open loop, {rate:.0f} requests/s offered"))
