@@ -157,7 +157,7 @@ def verifier(
     import_models()
     from coordinator.integrity.start import check_start
     from coordinator.metrics.roles import VerifierMetrics, role_registry
-    from coordinator.run.heartbeat import heartbeat
+    from coordinator.run.heartbeat import Condition, heartbeat
     from coordinator.run.release_watch import release_watch
     from coordinator.storage.heartbeats import Role
     from coordinator.verifier.daemon import Verifier, VerifierSettings
@@ -182,11 +182,13 @@ def verifier(
     registry = role_registry("verifier", home, state=state)
     registry.register(DiskCollector(state))
 
+    condition = Condition()
+
     async def work() -> None:
-        await Verifier(home, chosen, VerifierMetrics(registry)).run(stop_on_signals())
+        await Verifier(home, chosen, VerifierMetrics(registry), condition).run(stop_on_signals())
 
     served = serving_metrics(registry, metrics_host, metrics_port)
-    with served, heartbeat(home, Role.VERIFIER, name), release_watch(home):
+    with served, heartbeat(home, Role.VERIFIER, name, condition), release_watch(home):
         asyncio.run(work())
 
 

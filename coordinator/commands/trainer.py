@@ -149,7 +149,7 @@ def _train(
 ) -> None:
     """Train, and serve what is trained, until SIGTERM or SIGINT."""
     from coordinator.metrics.roles import TrainerMetrics, role_registry
-    from coordinator.run.heartbeat import heartbeat
+    from coordinator.run.heartbeat import Condition, heartbeat
     from coordinator.run.peer_child import bracketed
     from coordinator.run.release_watch import release_watch
     from coordinator.storage.facts import ORIGIN, put_fact
@@ -186,6 +186,7 @@ def _train(
         announce()  # the first policy may take a while to warm up
     name_process(run=home.run_id, name="trainer")
     registry = role_registry("trainer", home, state=settings.state)
+    condition = Condition()
     work = Trainer(
         home,
         origin=origin,
@@ -194,11 +195,12 @@ def _train(
         metrics=TrainerMetrics(registry),
         tracker=tracker,
         announce=announce,
+        condition=condition,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: work.stop())
     try:
-        beating = heartbeat(home, Role.TRAINER, socket.gethostname())
+        beating = heartbeat(home, Role.TRAINER, socket.gethostname(), condition)
         with serving_metrics(registry, *metrics_at), beating, release_watch(home):
             work.run()
     finally:

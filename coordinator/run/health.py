@@ -52,8 +52,14 @@ class Rule:
 NO_TRAINER: Final = Rule(
     "no_trainer", State.STOPPED, "swarmproof trainer --data DATA --key KEY --state STATE", "SwarmproofNoTrainer"
 )
+TRAINER_WAITS: Final = Rule(
+    "trainer_waits", State.STOPPED, "the trainer's log names the file; it goes on by itself once that is mended"
+)
 NO_VERIFIER: Final = Rule(
     "no_verifier", State.STOPPED, "swarmproof verifier --data DATA --state STATE", "SwarmproofNoVerifier"
+)
+VERIFIER_WAITS: Final = Rule(
+    "verifier_waits", State.SLOW, "the verifier's log names the file; it goes on by itself once that is mended"
 )
 NO_RELAY: Final = Rule("no_relay", State.STOPPED, "swarmproof coordinator ... --relay http://TRAINER:8710")
 NO_LEADER: Final = Rule("no_leader", State.SLOW, "swarmproof coordinator --role leader", "SwarmproofNoLeader")
@@ -63,7 +69,17 @@ QUEUE_TOO_OLD: Final = Rule(
 )  # fmt: skip
 NO_STEP: Final = Rule("no_step", State.SLOW, "look at the trainer's log, and at the verdicts below", "SwarmproofNoStep")
 DISK: Final = Rule("disk_nearly_full", State.SLOW, "give the run's --data more room", "SwarmproofDiskNearlyFull")
-RULES: Final = (NO_TRAINER, NO_VERIFIER, NO_RELAY, NO_LEADER, QUEUE_TOO_OLD, NO_STEP, DISK)
+RULES: Final = (
+    NO_TRAINER, TRAINER_WAITS, NO_VERIFIER, VERIFIER_WAITS, NO_RELAY, NO_LEADER, QUEUE_TOO_OLD, NO_STEP, DISK,
+)  # fmt: skip
+_TROUBLES: Final[Mapping[str, str]] = {
+    "disk_full": "its disk is full",
+    "read_only": "its disk is read-only",
+    "no_access": "it may not use one of its files",
+    "disk_fails": "its disk fails",
+    "database_away": "it cannot use the database",
+    "store_away": "it cannot reach the object store",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +191,10 @@ def _problems(signs: Signs, *, now: float) -> Iterator[Complaint]:
             yield Complaint(rule, f"No {role.value} has been started.")
         elif now - seen > AWAY_SECONDS:
             yield Complaint(rule, f"The {role.value} stopped {_ago(now - seen)} ago.")
+    for role, rule, one in ((Role.TRAINER, TRAINER_WAITS, "The"), (Role.VERIFIER, VERIFIER_WAITS, "A")):
+        there = (each for each in signs.heartbeats if each.role is role and now - each.seen_at <= AWAY_SECONDS)
+        if (trouble := next((each.trouble for each in there if each.trouble), None)) is not None:
+            yield Complaint(rule, f"{one} {role.value} waits: {_TROUBLES.get(trouble, trouble)}.")
     if not signs.has_sources:
         yield Complaint(NO_RELAY, "There is no relay: workers cannot fetch policies.")
     if signs.waiting_since is not None and now - signs.waiting_since > OLD_SECONDS:

@@ -55,6 +55,21 @@ def is_away(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
+def trouble_of(error: Exception) -> str:
+    """Return what a process waits for after an error of `advice`, without names of files: anybody may see it."""
+    if isinstance(error, DBAPIError):
+        return "database_away"
+    if isinstance(error, StoreAway):
+        return "store_away"
+    number = error.errno if isinstance(error, OSError) else None
+    code = getattr(error, "code", None)
+    if number in _FULL or code == "disk_full":
+        return "disk_full"
+    if number == errno.EROFS or code == "read_only":
+        return "read_only"
+    return "no_access" if number in _FORBIDDEN or code == "no_access" else "disk_fails"
+
+
 def advice(error: Exception) -> str:
     """Return in one line what an error of the disk, the database or the object store is, and what to do about it."""
     if isinstance(error, DBAPIError):

@@ -27,17 +27,19 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The last sign of life of one process, in Unix seconds."""
+    """The last sign of life of one process, in Unix seconds, and what it waited for then: a code of `trouble_of`."""
 
     role: Role
     name: str
     seen_at: float
+    trouble: str = ""
 
 
-def beat(connection: Connection, role: Role, name: str, *, now: float) -> None:
-    """Note that the process `name` is there; forgets those that have been away for a week."""
-    added: Any = _INSERT[connection.dialect.name](heartbeats).values(role=role.value, name=name, seen_at=now)
-    key, newer = list(heartbeats.primary_key), {"seen_at": added.excluded.seen_at}
+def beat(connection: Connection, role: Role, name: str, *, now: float, trouble: str = "") -> None:
+    """Note that the process `name` is there, and what it waits for; forgets those that have been away for a week."""
+    values = {"role": role.value, "name": name, "seen_at": now, "trouble": trouble}
+    added: Any = _INSERT[connection.dialect.name](heartbeats).values(values)
+    key, newer = list(heartbeats.primary_key), {one: added.excluded[one] for one in ("seen_at", "trouble")}
     connection.execute(added.on_conflict_do_update(index_elements=key, set_=newer))
     connection.execute(delete(heartbeats).where(heartbeats.c.seen_at < now - FORGET_SECONDS))
 
@@ -45,4 +47,4 @@ def beat(connection: Connection, role: Role, name: str, *, now: float) -> None:
 def read_heartbeats(connection: Connection) -> list[Heartbeat]:
     """Return the last sign of life of every process, the newest first."""
     rows = connection.execute(select(heartbeats).order_by(heartbeats.c.seen_at.desc()))
-    return [Heartbeat(Role(row.role), row.name, row.seen_at) for row in rows]
+    return [Heartbeat(Role(row.role), row.name, row.seen_at, row.trouble) for row in rows]

@@ -191,6 +191,7 @@ heartbeats = Table(
     Column("role", Text, primary_key=True),
     Column("name", Text, primary_key=True),
     Column("seen_at", Double, nullable=False),
+    Column("trouble", Text, nullable=False, server_default=""),
 )
 
 nonces = Table(

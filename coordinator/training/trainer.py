@@ -22,10 +22,11 @@ from blake3 import blake3
 
 from coordinator.errors import BadConfiguration, CoordinatorError
 from coordinator.metrics.roles import TrainerMetrics
+from coordinator.run.heartbeat import Condition
 from coordinator.run.home import Home
 from coordinator.storage import locks, training
 from coordinator.storage.facts import TEACHER_DIGEST, put_fact, read_fact
-from coordinator.storage.faults import DatabaseAway, advice
+from coordinator.storage.faults import DatabaseAway, advice, trouble_of
 from coordinator.storage.verdicts import clock
 from coordinator.training.batches import read_batch
 from coordinator.training.companion import keep_companion
@@ -96,11 +97,13 @@ class Trainer:
         metrics: TrainerMetrics | None = None,
         tracker: Tracker | None = None,
         announce: Callable[[], None] | None = None,
+        condition: Condition | None = None,
     ) -> None:
         self._home = home
         self._settings = settings
         self._tracker = tracker or NullTracker()
         self._announce = announce or (lambda: None)
+        self._condition = condition or Condition()
         self._metrics = metrics or TrainerMetrics()
         self._origin = origin
         self._state = settings.state
@@ -136,6 +139,7 @@ class Trainer:
                     raise
                 self._is_repeating = True
                 self._metrics.outages.inc()
+                self._condition.trouble = trouble_of(error)
                 log.warning("database or disk unavailable (%s); retrying from the last checkpoint", advice(error))
                 self._stop.wait(RETRY_SECONDS)
         if self._team.has_unsaved and not self._is_repeating:
@@ -158,13 +162,17 @@ class Trainer:
                 waited_since += time.monotonic() - finishing_since
             step = self._next_step(learner)
             if step is None:
+                if self._unannounced is None:
+                    self._condition.trouble = ""
                 # Counted while waiting: counted afterwards, an endless wait would never show.
                 self._metrics.wait_seconds.inc(IDLE_SECONDS)
                 self._stop.wait(IDLE_SECONDS)
                 continue
             waited = time.monotonic() - waited_since
             with bound(step=step):
-                self._publish(learner, self._train(learner, waited=waited))
+                path = self._train(learner, waited=waited)
+                self._condition.trouble = ""
+                self._publish(learner, path)
             waited_since = time.monotonic()
         self._finish_publishing()
 

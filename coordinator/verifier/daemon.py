@@ -19,10 +19,11 @@ import torch
 
 from coordinator.errors import StoreAway
 from coordinator.metrics.roles import VerifierMetrics
+from coordinator.run.heartbeat import Condition
 from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
 from coordinator.storage import training, verdicts
-from coordinator.storage.faults import DatabaseAway, advice, is_away
+from coordinator.storage.faults import DatabaseAway, advice, is_away, trouble_of
 from coordinator.storage.verdicts import QueueItem
 from coordinator.verifier.bodies import BodyUnavailable, body_reader
 from coordinator.verifier.claimed import claim_of, given_up, log_context
@@ -86,10 +87,17 @@ class VerifierSettings:
 class Verifier:
     """Judges submissions in batches until it is stopped."""
 
-    def __init__(self, home: Home, settings: VerifierSettings, metrics: VerifierMetrics | None = None) -> None:
+    def __init__(
+        self,
+        home: Home,
+        settings: VerifierSettings,
+        metrics: VerifierMetrics | None = None,
+        condition: Condition | None = None,
+    ) -> None:
         self._home = home
         self._settings = settings
         self._metrics = metrics or VerifierMetrics()
+        self._condition = condition or Condition()
         self._rules = Rules(home.run_id, home.spec, [])
         self._bodies = body_reader(home)
         self._recorder = VerdictRecorder(home, self._bodies, self._metrics, limits=settings.evidence)
@@ -196,6 +204,7 @@ class Verifier:
         while not stop.is_set():
             try:
                 pause = 0.0 if await self._verify_batch(cache) else IDLE_SECONDS
+                self._condition.trouble = cache.trouble
             except EngineAway as error:
                 await self._wait_for_engine(error, stop)
                 continue
@@ -204,6 +213,7 @@ class Verifier:
                 continue
             except (DatabaseAway, OSError) as error:
                 self._metrics.outages.inc()
+                self._condition.trouble = trouble_of(error)
                 log.warning("database or disk unavailable, retrying every %.0f s: %s", RETRY_SECONDS, advice(error))
                 pause = RETRY_SECONDS
             if pause:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from coordinator.metrics.roles import VerifierMetrics
 from coordinator.run.home import Home
 from coordinator.storage import training
-from coordinator.storage.faults import DatabaseAway
+from coordinator.storage.faults import DatabaseAway, trouble_of
 from node.engines.base import DoesNotFit, WrongEngine
 from node.errors import EngineFailed
 from node.policy.errors import PolicyError
@@ -26,7 +26,7 @@ from node.verification.measure import EngineAway, PolicyUnavailable
 from node.verification.prefill import Prefill, Prefills
 from node.verification.shelf import PolicyShelf
 from shardcast import Client
-from shardcast.errors import ShardcastError
+from shardcast.errors import LocalFault, ShardcastError
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,8 @@ class PolicyCache:
         self._manifests: dict[int, str] = {}
         self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
         self._fetching: dict[int, _Fetching] = {}
+        self.trouble = ""
+        """What the newest fetch that ended failed by, on this machine's side: a code of `trouble_of`, else ""."""
 
     async def blueprint(self, version: int) -> Blueprint:
         """Return policy `version` without its weights; raises PolicyUnavailable."""
@@ -157,10 +159,13 @@ class PolicyCache:
         if not fetching.task.done():
             raise PolicyUnavailable(f"policy {version} is being fetched")
         self._fetching.pop(version, None)
+        self.trouble = ""
         try:
             return fetching.task.result()
         except ShardcastError as error:
             self._metrics.policy_failures.inc()
+            if isinstance(error, LocalFault):
+                self.trouble = trouble_of(error)
             if error.code == "disk_full":
                 self._shelf.close_files()
             raise PolicyUnavailable(f"policy {version}: {error}") from error

@@ -35,6 +35,7 @@ from trainers import (
 from waiting import until
 
 from coordinator.errors import BadConfiguration
+from coordinator.run.heartbeat import Condition
 from coordinator.run.history import KeptHistory
 from coordinator.run.home import Home
 from coordinator.storage import log, training
@@ -272,7 +273,11 @@ def test_a_trainer_stopped_while_a_publication_fails_goes_on_when_it_is_started_
 def test_a_disk_that_is_full_for_a_while_is_waited_for(
     tmp_path: Path, undisturbed: tuple[list[str], list], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the first policy nor a checkpoint fits, until there is room; the kernel's limit on files is the disk."""
+    """Neither the first policy nor a checkpoint fits, until there is room; the kernel's limit on files is the disk.
+
+    The run's page says so meanwhile: for an hour it said that everything works.
+    """
+    condition, said_of_it = Condition(), list[str]()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fits(size_bytes: int) -> None:
@@ -284,6 +289,7 @@ def test_a_disk_that_is_full_for_a_while_is_waited_for(
             deadline = time.monotonic() + 100
             while caplog.text.count("retrying from the last checkpoint") == said and time.monotonic() < deadline:
                 time.sleep(0.02)
+            said_of_it.append(condition.trouble)
             fits(room)
 
     with run_in(tmp_path) as home:
@@ -291,11 +297,12 @@ def test_a_disk_that_is_full_for_a_while_is_waited_for(
         helper = threading.Thread(target=make_room_in_two_steps)
         helper.start()
         try:
-            train_to_the_end(home, tmp_path)
+            train_to_the_end(home, tmp_path, condition=condition)
         finally:
             helper.join()
             fits(before[0])
         assert outcome_of(home) == undisturbed
+        assert [*said_of_it, condition.trouble] == ["disk_full", "disk_full", ""]
         assert caplog.text.count("retrying from the last checkpoint") >= 2
         assert not list(tmp_path.rglob("*.partial"))
 

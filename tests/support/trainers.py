@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
 from sqlalchemy import insert, select
 
+from coordinator.run.heartbeat import Condition
 from coordinator.run.home import Home, create_home
 from coordinator.storage import log, training
 from coordinator.storage.faults import DatabaseAway
@@ -83,6 +84,7 @@ def trainer_of(
     *,
     tracker: Tracker | None = None,
     announce: Callable[[], None] | None = None,
+    condition: Condition | None = None,
     **settings: Any,
 ) -> Iterator[Trainer]:
     """A freshly started trainer process, as far as its state goes."""
@@ -92,8 +94,15 @@ def trainer_of(
     server = OriginServer(origin)
     server.start()
     try:
-        given = TrainerSettings(state=folder, **settings)
-        yield Trainer(home, origin=origin, server=server, settings=given, tracker=tracker, announce=announce)
+        yield Trainer(
+            home,
+            origin=origin,
+            server=server,
+            settings=TrainerSettings(state=folder, **settings),
+            tracker=tracker,
+            announce=announce,
+            condition=condition,
+        )
     finally:
         server.stop()
         origin.close()

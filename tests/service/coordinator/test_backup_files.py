@@ -99,7 +99,7 @@ LATER = """
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision, branch_labels, depends_on = "0009", "0008", None, None
+revision, down_revision, branch_labels, depends_on = "0010", "0009", None, None
 
 
 def upgrade():
@@ -111,7 +111,7 @@ def test_a_backup_of_an_earlier_release_is_restored_by_a_later_one(
     database_url: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actors = begin(tmp_path / "run", url=database_url)
-    assert back_up(actors.home, tmp_path / "backup").manifest.revision == "0008"
+    assert back_up(actors.home, tmp_path / "backup").manifest.revision == "0009"
     later = migrations()
     shutil.copytree(later.get_main_option("script_location"), tmp_path / "migrations")
     (tmp_path / "migrations" / "versions" / "0009_later.py").write_text(LATER)

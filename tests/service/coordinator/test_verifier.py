@@ -344,6 +344,7 @@ async def test_a_full_disk_is_given_what_deleted_policies_keep_of_it(
             patched.setattr(client, "fetch_archived", full)
             with pytest.raises(PolicyUnavailable, match="no space left"):
                 await cache.prefill(1)
-        assert gone == [False]
+        assert (gone, cache.trouble) == ([False], "disk_full")
         await eventually(lambda: held() is None)
         await cache.prefill(1)
+        assert cache.trouble == ""

@@ -37,6 +37,12 @@ def without(role: Role, *, since: float | None = None) -> list[Heartbeat]:
     return rest if since is None else [*rest, Heartbeat(role, "x", NOW - since)]
 
 
+def waiting(role: Role, trouble: str) -> list[Heartbeat]:
+    """All processes, one of which waits, and a healthy one that was seen later."""
+    there = [Heartbeat(role, "waiting", NOW - 6, trouble)]
+    return [*(Heartbeat(each, "x", NOW - 5) for each in Role), *there]
+
+
 def test_a_run_whose_parts_are_all_there_works():
     found = judge_health(signs(), spec=SPEC, now=NOW)
     assert (found.state, found.problems, found.headline) == (State.WORKS, [], "Everything works.")
@@ -57,6 +63,13 @@ def test_a_run_whose_parts_are_all_there_works():
             "The verifier stopped 10 min",
         ),
         ({"heartbeats": without(Role.LEADER, since=31)}, State.SLOW, "no_leader", "The leader stopped 31 s ago."),
+        (
+            {"heartbeats": waiting(Role.TRAINER, "disk_full")},
+            State.STOPPED,
+            "trainer_waits",
+            "waits: its disk is full.",
+        ),
+        ({"heartbeats": waiting(Role.VERIFIER, "no_access")}, State.SLOW, "verifier_waits", "A verifier waits: it may"),
         ({"has_sources": False}, State.STOPPED, "no_relay", "workers cannot fetch policies"),
         ({"waiting_since": NOW - 700}, State.SLOW, "queue_too_old", "has waited 12 min for a verdict"),
         ({"last_step_at": NOW - 7300}, State.SLOW, "no_step", "No training step has ended for 2.0 h."),

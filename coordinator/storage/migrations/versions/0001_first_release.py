@@ -18,7 +18,7 @@ depends_on = None
 
 _LATER = ("rejections", "final_counts", "profiles", "newcomers")
 """Tables that later steps make."""
-_LATER_COLUMNS = {"submissions": ("envelope",)}
+_LATER_COLUMNS = {"submissions": ("envelope",), "heartbeats": ("trouble",)}
 """Columns that later steps add."""
 
 
