@@ -99,7 +99,9 @@ class CalibrationSettings:
 
     @property
     def shared_vllm(self) -> Mapping[str, Any]:
-        """The settings of each vLLM: the verifier's prefill, of whatever engine, stays while a worker's draws."""
+        """The settings of each vLLM: the verifier's prefill, of whatever engine, stays while a worker's draws, and a
+        worker's stays while the verifier measures what the sketch's step is fitted to.
+        """
         utilization = self.vllm.get("gpu_memory_utilization", VllmSettings().gpu_memory_utilization)
         return {**self.vllm, "gpu_memory_utilization": utilization / 2}
 
@@ -164,16 +166,16 @@ class _Calibration:
                     )
             self._slots = SyntheticSlots(self._spec, blueprint, datasets=settings.datasets)
             # vLLM last: see `_honest`.
-            workers = make_workers(sorted(settings.engines), recurrent=recurrent, **options)
+            engines = sorted(settings.engines, key=lambda engine: engine == "vllm")
+            workers = make_workers(engines, recurrent=recurrent, **options)
             self._workers = [PolicyWorker(worker, self._path) for worker in workers]
-            prefills = make_prefills(self._spec, make)
-            try:
+            async with contextlib.AsyncExitStack() as running:
+                prefills = make_prefills(self._spec, make)
+                running.push_async_callback(prefills.close)
+                for worker in self._workers:
+                    running.push_async_callback(worker.close)
                 self._prefill = await prefills.prefill(self._path, version=0)
                 yield self
-            finally:
-                for worker in self._workers:
-                    await worker.close()
-                await prefills.close()
 
     async def record(self) -> Recording:
         """Draw and measure honest work; `ready` has to be entered."""

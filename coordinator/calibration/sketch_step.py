@@ -29,10 +29,10 @@ Distances = Callable[[RunSpec], Awaitable[Sequence[float]]]
 
 
 async def find_step(spec: RunSpec, distances: Distances, *, hidden: int) -> RunSpec:
-    """Return `spec` with the step that fits its honest workers' errors, after at most ROUNDS draws.
+    """Return `spec` with the step that fits the errors behind `distances`, after at most ROUNDS draws.
 
-    `distances` are those of the farthest worker. The step is never below the effect on a projection of one bfloat16
-    rounding of one of `hidden` elements: honest work on another machine is at least that far off.
+    They are those of one worker, or of the farthest of several. The step is never below the effect on a projection of
+    one bfloat16 rounding of one of `hidden` elements: honest work on another machine is at least that far off.
     """
     min_step = max(BOUNDS[0], 2**-9 / math.sqrt(hidden))
     step = INITIAL_STEPS.get(spec.model.dtype, DEFAULT_INITIAL_STEP)

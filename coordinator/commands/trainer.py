@@ -155,6 +155,7 @@ def _train(
     from coordinator.storage.facts import ORIGIN, put_fact
     from coordinator.storage.heartbeats import Role
     from coordinator.storage.training import newest_version
+    from coordinator.training.distributed_learner import FIRST_POLICY
     from coordinator.training.trainer import Trainer
     from node.discovery.addresses import reachable_hosts
     from node.runtime.metrics import serving_metrics
@@ -182,8 +183,8 @@ def _train(
         with home.database.write() as connection:
             put_fact(connection, ORIGIN, f"http://{bracketed(reachable_hosts(host)[0])}:{port}")
 
-    if recorded is None:
-        announce()  # the first policy may take a while to warm up
+    if recorded is None and not (settings.state / FIRST_POLICY).exists():
+        announce()  # making the first policy may take a while
     name_process(run=home.run_id, name="trainer")
     registry = role_registry("trainer", home, state=settings.state)
     condition = Condition()

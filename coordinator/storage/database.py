@@ -112,10 +112,12 @@ class Database:
         self._prompt_writes: Engine = prompt.execution_options(**writes)
 
     def _open_postgresql(self, url: URL) -> None:
+        link = {name: value for name, value in POSTGRESQL_LINK.items() if name not in url.query}
+
         def settings(**more: str) -> dict[str, str | int | None]:
             options = " ".join(f"-c {name}={value}" for name, value in (POSTGRESQL_SETTINGS | more).items())
             # psycopg prepares nothing, or it would deallocate all of a connection's, `Prepared`'s too, at a rollback.
-            return {**POSTGRESQL_LINK, "options": options, "connect_timeout": 10, "prepare_threshold": None}
+            return {**link, "options": options, "connect_timeout": 10, "prepare_threshold": None}
 
         durable, lazy = settings(synchronous_commit="on"), settings(synchronous_commit="off")
         self._engine = create_engine(url, pool_size=POSTGRESQL_POOL_SIZE, max_overflow=0, connect_args=durable)

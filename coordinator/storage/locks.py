@@ -3,7 +3,7 @@
 A transaction begins with the function for its purpose and holds the locks to its end, commit included:
 
 - `exclusive`: assigning a batch decides what is stale, so no slot may change state meanwhile;
-- `leasing`: counts slots in flight and numbers new ones, one transaction at a time;
+- `leasing`: limits how many slots are in flight and numbers new ones, one transaction at a time;
 - `deciding`: appends to the log in the order of the verdicts, one transaction at a time;
 - `submitting`: changes only the node's own rows; any number at once, except during `exclusive`.
 

@@ -80,7 +80,6 @@ def lease(
     found, (head, last_step, manifest, unfinished, has_overdue) = _look(connection, node, check, spec=spec, now=now)
     if has_overdue:
         expire_leases(connection, spec=spec, now=now)
-        kept = newcomers.ask_for_kept(connection, place)
         found, (head, last_step, manifest, unfinished, _) = _look(connection, node, check, spec=spec, now=now)
     at = Progress.of(head, last_step)
     there = {"of_node": node, "now": now, "from_address": address, "from_place": place}

@@ -17,7 +17,6 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
-    exists,
     func,
     not_,
     or_,
@@ -97,7 +96,8 @@ IS_WITHOUT_VERDICT = (
 )
 """Rechecks do not count: a rejected node's would take capacity from others."""
 
-_OVERDUE = (leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late"))
+_ENDS = select(leases.c.expires_at).where(IS_ACTIVE)
+_IS_OVERDUE = or_(leases.c.expires_at <= bindparam("now"), leases.c.expires_at > bindparam("too_late"))
 
 _HELD = _how_many(leases.c.node == bindparam("node"), IS_ACTIVE)
 HELD_AT = Prepared(_how_many(IS_ACTIVE, leases.c.node == nodes.c.node, nodes.c.address == bindparam("address")))
@@ -111,12 +111,15 @@ SITUATION = Prepared(
         _LAST_STEP,
         select(policies.c.manifest_digest).order_by(policies.c.version.desc()).limit(1).scalar_subquery(),
         _HELD.scalar_subquery() + _UNJUDGED.scalar_subquery(),
-        # One by one: for either, PostgreSQL would read all active leases.
-        or_(*(exists().where(IS_ACTIVE, overdue) for overdue in _OVERDUE)),
+        # By the ends of an index: asked whether any lease is over, PostgreSQL may read all of them.
+        or_(
+            _ENDS.order_by(leases.c.expires_at).limit(1).scalar_subquery() <= bindparam("now"),
+            _ENDS.order_by(leases.c.expires_at.desc()).limit(1).scalar_subquery() > bindparam("too_late"),
+        ),
     )
 )
 """Newest policy, last step, the newest policy's manifest, how many leases and submissions without a verdict `node` has,
-and whether any lease is overdue."""
+and whether any lease is overdue: None, too, where none is active."""
 
 _LEASE = (
     select(
@@ -135,7 +138,7 @@ _LEASE = (
 LEASE, LOCKED_LEASE = Prepared(_LEASE), Prepared(_LEASE.with_for_update(of=leases))
 OVERDUE = Prepared(
     select(leases.c.lease, leases.c.node)
-    .where(IS_ACTIVE, or_(*_OVERDUE))
+    .where(IS_ACTIVE, _IS_OVERDUE)
     .limit(MOST_ENDED)
     # A lease whose submission is being committed is in time.
     .with_for_update(skip_locked=True)

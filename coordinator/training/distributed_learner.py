@@ -47,6 +47,7 @@ from shardcast.wire import encode
 
 log = logging.getLogger(__name__)
 
+FIRST_POLICY = "policy-0.safetensors"
 CHECKPOINTS_KEPT = 3
 
 
@@ -85,7 +86,7 @@ class Team:
     """
 
     def __init__(self, state: Path, execution: Execution) -> None:
-        self.first_policy = state / "policy-0.safetensors"
+        self.first_policy = state / FIRST_POLICY
         self._teacher = state / TEACHER
         self._checkpoints = state / "checkpoints"
         self._execution = execution

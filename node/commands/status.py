@@ -87,7 +87,8 @@ def status(
       swarmproof status --coordinator http://192.0.2.1:8700 --run-id 5f3c...    # where no worker is: the run alone
       swarmproof status --coordinator http://192.0.2.1:8700 --run-id 5f3c... --node 8a1e...
 
-    Exit code 0: the node is not banned. 1: it is, or no coordinator answers. 2: it is not clear which node is meant.
+    Exit code 0: the node is not banned, or there is none. 1: it is, or no coordinator answers. 2: it is not clear which
+    node is meant.
     """
     _check(run_id=run_id, node=node, key=key)
     if joins:
@@ -176,6 +177,10 @@ def _key_file(key: Path | None, state: Path | None, local: _Local) -> Path | Non
     file = local.folder / "key"
     if file.exists():
         return file
+    if local.worker is not None:
+        raise click.UsageError(
+            f"The key of the worker in {local.folder} is elsewhere: name it by --key, or --node HEX."
+        )
     if state is not None:
         raise click.UsageError(f"No worker has worked in {state}: name another --state, or --node HEX.")
     return None

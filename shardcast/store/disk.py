@@ -33,26 +33,26 @@ def _folder_bytes(folder: Path) -> int:
 
 
 class RoomCheck:
-    """Warns that a store of `versions` whole versions will not fit, a version or more before its disk is full."""
+    """Warns that a store of `versions` whole versions will not fit, before the one that would be too many."""
 
     def __init__(self, root: Path, *, versions: int, quota_bytes: int | None = None) -> None:
         self._root, self._versions, self._quota_bytes = root, versions, quota_bytes
-        self._is_short = False
+        self._short = frozenset[str]()
 
     def note(self, result_bytes: int) -> None:
-        """Compare room and need before each version, as others may fill the disk; log when it becomes too small."""
-        need, was_short = self._versions * result_bytes, self._is_short
-        room = sum(disk_use(self._root).values()) + shutil.disk_usage(self._root).free
-        quota_bytes = need if self._quota_bytes is None else self._quota_bytes
-        self._is_short = min(room, quota_bytes) < need
-        if was_short or not self._is_short:
-            return
-        asked = f"{self._versions} whole versions of {_size(result_bytes)} take {_size(need)}"
-        if quota_bytes < need:
-            logger.warning("%s, but the quota is %s: raise it", asked, _size(quota_bytes))
+        """Compare room and need before each version, as others may fill the disk; log what becomes too small."""
+        need, used, short = self._versions * result_bytes, disk_use(self._root), dict[str, str]()
+        room = used["whole"] + used["incoming"] + shutil.disk_usage(self._root).free
+        if self._quota_bytes is not None and self._quota_bytes < need:
+            short["quota"] = f"the quota is {_size(self._quota_bytes)}: raise it"
         if room < need:
             advice = f"free {_size(need - room)}, or move the folder to a larger one"
-            logger.warning("%s, but the disk of %s has room for %s: %s", asked, self._root, _size(room), advice)
+            short["disk"] = f"the disk of {self._root} has room for {_size(room)}: {advice}"
+        asked = f"{self._versions} whole versions of {_size(result_bytes)} take {_size(need)}"
+        for what, why in short.items():
+            if what not in self._short:
+                logger.warning("%s, but %s", asked, why)
+        self._short = frozenset(short)
 
 
 def _size(count: int) -> str:

@@ -57,7 +57,7 @@ def _apply(
             stack.enter_context(DeltaFile.open(path, result_bytes=full.payload_bytes, chunk_bytes=full.chunk_bytes))
             for path in deltas
         ]
-        window_bytes = opened[0].window_bytes
+        window_bytes, threads = opened[0].window_bytes, max(1, min(threads, opened[0].window_count))
         # Used again and again: a small process's allocator gives the memory of each window back to the system, and
         # touching it anew takes longer than reading and decoding it (docs/broadcast.md, "Processors").
         free = [memoryview(bytearray(min(window_bytes, full.payload_bytes))) for _ in range(threads)]

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 import zstandard
-from swarm import INSTANCE, Swarm, running, small_spec
+from swarm import INSTANCE, Swarm, running, settle_slots, small_spec
 from waiting import until
 
 from coordinator.storage.folder_blobs import HELD_BYTES
@@ -47,7 +47,7 @@ def _still_works(swarm: Swarm) -> Iterator[None]:
     receipt = swarm.judge(peer, swarm.honest(lease), lease)
     assert receipt.outcome is Outcome.ADMITTED, receipt
     with swarm.home.database.write() as connection:  # keep room for the next test's slots
-        connection.exec_driver_sql("UPDATE slots SET state = 'used' WHERE state = 'admitted'")
+        settle_slots(connection, "admitted", "used")
 
 
 # --- at the door
@@ -165,7 +165,7 @@ def test_expired_lease(swarm: Swarm) -> None:
 def test_returned_lease(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.storage.work.OTHERS_FIRST_SECONDS", 0.0)  # there is nobody else
     with swarm.home.database.write() as connection:  # those that others gave up already go to proven nodes
-        connection.exec_driver_sql("UPDATE slots SET state = 'stale' WHERE state = 'open'")
+        settle_slots(connection, "open", "stale")
     peer = swarm.peer()
     lease = peer.lease()
     assert peer.signed("POST", f"/v1/leases/{lease.lease_id}/return", b"").status == 200
@@ -179,9 +179,7 @@ def test_stale_policy(swarm: Swarm) -> None:
     peer = swarm.peer()
     lease = peer.lease()
     with swarm.home.database.write() as connection:
-        connection.exec_driver_sql(
-            "UPDATE slots SET state = 'stale' WHERE version = ? AND number = ?", (lease.version, lease.slot)
-        )
+        settle_slots(connection, "leased", "stale")
     reply = peer.submit(lease.lease_id, b"x")
     assert (reply.status, reply.code) == (409, "stale_policy")
 

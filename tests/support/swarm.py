@@ -36,6 +36,8 @@ from coordinator.lab.redteam.http_client import claim_of
 from coordinator.run.home import Home, create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import training
+from coordinator.storage.counters import recount
+from coordinator.storage.database import Connection
 from coordinator.storage.training import PolicyRecord
 from coordinator.training.trainer import Trainer, TrainerSettings
 from coordinator.verifier.daemon import Verifier, VerifierSettings
@@ -173,6 +175,12 @@ class Peer:
 
     def submit(self, lease_id: str, body: bytes, /, **changes: object) -> Reply:
         return self.signed("PUT", f"/v1/submissions/{lease_id}", body, **changes)
+
+
+def settle_slots(connection: Connection, state: str, final: str) -> None:
+    """Bring all slots in `state` to a final one and count them anew, which makes room for others."""
+    connection.exec_driver_sql(f"UPDATE slots SET state = '{final}' WHERE state = '{state}'")
+    recount(connection)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm import Swarm, running, small_spec
+from swarm import Swarm, running, settle_slots, small_spec
 from waiting import until
 
 from node.keys.identity import create_key, node_id
@@ -158,7 +158,7 @@ def test_drained_challenged_and_invited_again(scene: Scene) -> None:
     assert invited.returncode == 0, invited.stderr
     scene.until(lambda status: not status["draining"], "it is drained no more")
     with scene.swarm.home.database.write() as connection:  # there is work again, whatever was done before
-        connection.exec_driver_sql("UPDATE slots SET state = 'used' WHERE state = 'admitted'")
+        settle_slots(connection, "admitted", "used")
     scene.until(lambda status: status["tokens"] > generated, "it works again")
 
 

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ports import free_port
-from swarm import Swarm, running, small_spec
+from swarm import Swarm, running, settle_slots, small_spec
 
 pytest.importorskip("libp2p")
 
@@ -323,7 +323,7 @@ async def test_a_challenge_as_an_oracle_for_a_real_slot(victim: Victim, tmp_path
     async with peer(tmp_path, key) as network:
         assert (await ask(network, victim, request(AskDrain(), granted), key)).reason is None
         with victim.swarm.home.database.write() as connection:  # there is work, whatever the victim has done already
-            connection.exec_driver_sql("UPDATE slots SET state = 'used' WHERE state = 'admitted'")
+            settle_slots(connection, "admitted", "used")
         lease = await asyncio.to_thread(lazy.lease)
         for start in range(32):
             # The nonce is the asker's to choose, here from what it would like to have.

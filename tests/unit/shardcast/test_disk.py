@@ -40,15 +40,19 @@ def test_a_disk_that_others_fill_is_said_before_it_is_full_and_again_after_it_wa
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relay keeps two whole policies beside the one that arrives: the third one found a disk full without a word."""
-    (tmp_path / "versions").mkdir()
-    check = RoomCheck(tmp_path, versions=3)
+    for folder in ("versions", "deltas"):
+        (tmp_path / folder).mkdir()
+    with (tmp_path / "deltas" / "kept").open("wb") as sparse:  # no version fits into these
+        sparse.truncate(10**9)
+    check = RoomCheck(tmp_path, versions=3, quota_bytes=2 * 10**9)
     for held, free in enumerate((3000, 1900, 500, 3000, 500)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free * 10**6))
         with (tmp_path / "versions" / f"{held}").open("wb") as sparse:
             sparse.truncate(min(held, 1) * 10**9)
         check.note(10**9)
         (tmp_path / "versions" / f"{held}").unlink()
-    assert [message.partition("has room for ")[2].partition(",")[0] for message in caplog.messages] == [
+    assert "the quota is 2 GB" in caplog.messages[0]
+    assert [message.partition("has room for ")[2].partition(",")[0] for message in caplog.messages[1:]] == [
         "2.9 GB: free 0.1 GB",
         "1.5 GB: free 1.5 GB",
     ]
