@@ -77,7 +77,7 @@ class Identity:
         return LeaseRequest(held_versions=held, slots=slots, instance=self.node[:32])
 
 
-def claim_of(run_id: str, method: str, path: str, body: bytes = b"", **changes: Any) -> RequestClaim:
+def claim_of(run_id: str, method: str, path: str, body: bytes = b"", /, **changes: Any) -> RequestClaim:
     """Build the claim that an honest node would sign for a request, with `changes`."""
     claim = RequestClaim(
         run_id=run_id,
@@ -117,7 +117,7 @@ class HostileClient:
         if self._session is not None:
             await self._session.close()
 
-    def claim(self, method: str, path: str, body: bytes = b"", **changes: Any) -> RequestClaim:
+    def claim(self, method: str, path: str, body: bytes = b"", /, **changes: Any) -> RequestClaim:
         """Build the claim that an honest node of this run would sign for a request, with `changes`."""
         return claim_of(self.run_id, method, path, body, **changes)
 

@@ -114,7 +114,7 @@ def test_a_backup_of_an_earlier_release_is_restored_by_a_later_one(
     assert back_up(actors.home, tmp_path / "backup").manifest.revision == "0009"
     later = migrations()
     shutil.copytree(later.get_main_option("script_location"), tmp_path / "migrations")
-    (tmp_path / "migrations" / "versions" / "0009_later.py").write_text(LATER)
+    (tmp_path / "migrations" / "versions" / "0010_later.py").write_text(LATER)
     later.set_main_option("script_location", str(tmp_path / "migrations"))
     for module in (database, whole_tables):
         monkeypatch.setattr(module, "migrations", lambda: later)
@@ -140,6 +140,7 @@ def test_a_run_whose_requests_are_blobs_goes_on_and_its_backups_are_restored(
     with actors.home.database.write() as connection:
         connection.execute(update(submissions).values(body=body))
         connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN envelope")
+        connection.exec_driver_sql("ALTER TABLE heartbeats DROP COLUMN trouble")
         connection.exec_driver_sql("DROP TABLE profiles")
         connection.exec_driver_sql("DROP TABLE newcomers")
         connection.exec_driver_sql("DELETE FROM final_counts WHERE state = 'opened'")

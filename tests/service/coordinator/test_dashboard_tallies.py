@@ -188,6 +188,7 @@ def test_a_database_of_before_the_counters_is_counted_when_it_is_migrated(home: 
         final_counts.drop(connection)
         rejections.drop(connection)
         connection.exec_driver_sql("ALTER TABLE submissions DROP COLUMN envelope")
+        connection.exec_driver_sql("ALTER TABLE heartbeats DROP COLUMN trouble")
         profiles.drop(connection)
         newcomers.drop(connection)
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
