@@ -131,9 +131,12 @@ def _decode(base: Path, delta: Path, result: Path) -> None:
     with base.open("rb") as source, result.open("wb") as sink:
         size = base.stat().st_size
         with DeltaFile.open(delta, result_bytes=size, chunk_bytes=CHUNK_BYTES) as opened:
+            buffer = memoryview(bytearray(opened.window_bytes))
             for window in range(opened.window_count):
-                data = source.read(opened.window_bytes)
-                sink.write(opened.apply(window, data) if opened.changed(window) else data)
+                data = buffer[: source.readinto(buffer)]
+                if opened.changed(window):
+                    opened.apply(window, data)
+                sink.write(data)
 
 
 def _copy(source: Path, sink: Path) -> None:

@@ -264,8 +264,7 @@ def _delta(stack: ExitStack) -> Harness:
             assert delta.window_count == 1
             if not delta.changed(0):
                 return 0
-            result = delta.apply(0, base)
-        assert len(result) == DELTA_BYTES, "a result of another size"
+            delta.apply(0, memoryview(bytearray(base)))
         return 1
 
     numbers = tuple(struct.pack("<I", number) for number in (0, 1, 2**16, 2**21, 2**31, 2**32 - 1))
