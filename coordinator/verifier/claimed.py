@@ -1,4 +1,4 @@
-"""What a claimed submission is to the rest of the verifier: a claim to judge, a group to train on, ids in the log."""
+"""What claimed submissions are to a verifier: how many at once, claims to judge, groups to train on, ids in logs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ from node.verification.judge import JudgedClaim
 from node.verification.plan import Claim
 
 log = logging.getLogger(__name__)
+
+SUBMISSIONS_AT_ONCE, SMALL_SUBMISSIONS_AT_ONCE = 8, 32
+TOKENS_AT_ONCE = 64 * 1024
+"""The most of more submissions than SUBMISSIONS_AT_ONCE: a claim and a commit take as long as judging small ones."""
+
+
+def submissions_at_once(spec: RunSpec) -> int:
+    """Return how many submissions are judged together, by the most tokens that a run's rules allow each.
+
+    No more than SUBMISSIONS_AT_ONCE where an environment may take its time for each.
+    """
+    sampling = spec.sampling
+    if spec.has_packages or sampling.reply_tokens:
+        return SUBMISSIONS_AT_ONCE
+    tokens = sampling.max_prompt_tokens + sampling.group_size * sampling.max_new_tokens
+    return min(max(SUBMISSIONS_AT_ONCE, TOKENS_AT_ONCE // tokens), SMALL_SUBMISSIONS_AT_ONCE)
 
 
 def log_context(claimed: QueueItem) -> AbstractContextManager[None]:

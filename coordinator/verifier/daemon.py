@@ -26,7 +26,7 @@ from coordinator.storage import training, verdicts
 from coordinator.storage.faults import DatabaseAway, advice, is_away, trouble_of
 from coordinator.storage.verdicts import QueueItem
 from coordinator.verifier.bodies import BodyUnavailable, body_reader
-from coordinator.verifier.claimed import claim_of, given_up, log_context
+from coordinator.verifier.claimed import claim_of, given_up, log_context, submissions_at_once
 from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits
 from coordinator.verifier.policy_cache import PolicyCache
 from coordinator.verifier.rebuilding import GroupRebuilder
@@ -39,7 +39,6 @@ from node.policy.arrival import ArrivingPolicies
 from node.policy.file import Blueprint
 from node.policy.memory import share_heaps
 from node.protocol.admission import Verdict
-from node.protocol.run import RunSpec
 from node.runtime.service_manager import report_serving
 from node.runtime.signals import Stopped, race
 from node.verification.judge import JudgedClaim
@@ -58,10 +57,6 @@ CLAIM_SECONDS = 60.0
 
 MAX_CLAIM_SECONDS = 6 * 3600.0
 """How long claims are renewed: the longest that judging what was claimed together may take."""
-
-SUBMISSIONS_AT_ONCE, SMALL_SUBMISSIONS_AT_ONCE = 8, 32
-TOKENS_AT_ONCE = 64 * 1024
-"""The most of more submissions than SUBMISSIONS_AT_ONCE: a claim and a commit take as long as judging small ones."""
 
 RETRY_SECONDS = 1.0
 MAX_ENGINE_FAILURES = 5
@@ -394,15 +389,3 @@ class Verifier:
             until = verdicts.clock() + RETRY_SECONDS
             verdicts.defer(connection, claimed, until=until)
         self._metrics.deferred.inc()
-
-
-def submissions_at_once(spec: RunSpec) -> int:
-    """Return how many submissions are judged together, by the most tokens that a run's rules allow each.
-
-    No more than SUBMISSIONS_AT_ONCE where an environment may take its time for each.
-    """
-    sampling = spec.sampling
-    if spec.has_packages or sampling.reply_tokens:
-        return SUBMISSIONS_AT_ONCE
-    tokens = sampling.max_prompt_tokens + sampling.group_size * sampling.max_new_tokens
-    return min(max(SUBMISSIONS_AT_ONCE, TOKENS_AT_ONCE // tokens), SMALL_SUBMISSIONS_AT_ONCE)

@@ -38,18 +38,18 @@ from benchmarks.fuzzing.targets.messages import (
 from coordinator.app import create_app
 from coordinator.http.connections import ConnectionLimits, server_config
 from coordinator.http.service import RequestLimits
+from coordinator.lab.redteam.http_client import claim_of
 from coordinator.run.home import create_home
 from coordinator.run.service import Coordinator
 from coordinator.storage import training
 from coordinator.storage.training import PolicyRecord
-from node.protocol.messages import RequestClaim
 from node.protocol.requests import sign_request
 from shardcast.manifest import seal_head, seal_manifest
 from shardcast.serve.listener import ServerLimits, listen
 from shardcast.serve.server import make_app
 from shardcast.serve.state import Announced, ServedState
 from shardcast.store.versions import Store
-from shardcast.wire import Wire, digest, encode
+from shardcast.wire import Wire, encode
 
 _ZEROS = "0" * 64
 DOOR_PATHS = (
@@ -87,15 +87,7 @@ def _request(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:
 
 
 def _signed(method: str, path: str, body: bytes, *, nonce: int, issued_at: float) -> bytes:
-    claim = RequestClaim(
-        run_id=RUN_ID,
-        method=method,  # type: ignore[arg-type]
-        path=path,
-        body_digest=digest(body),
-        body_bytes=len(body),
-        issued_at=int(issued_at),
-        nonce=f"{nonce:032x}",
-    )
+    claim = claim_of(RUN_ID, method, path, body, issued_at=int(issued_at), nonce=f"{nonce:032x}")
     header, _ = sign_request(claim, key=NODE_KEY)
     return _request(method, path, body, f"Authorization: {header}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.verifier.daemon import submissions_at_once
+from coordinator.verifier.claimed import submissions_at_once
 from node.protocol.environment_spec import FileSpec, PackageSpec
 from node.protocol.run import EnvironmentSpec, RunSpec, SamplingSpec
 
