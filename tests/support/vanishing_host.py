@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import socket
-import struct
 import threading
 from typing import Any, Final, Self
 
 from psycopg.conninfo import conninfo_to_dict
 
-_SO_ATTACH_FILTER: Final = 26
-_RETURN_NOTHING: Final = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
-_DROP_ALL: Final = struct.pack("HL", 1, ctypes.addressof(_RETURN_NOTHING))
-"""A filter of one instruction, by which the kernel drops every packet before it has a look at it."""
+_IP_MINTTL: Final = 21
+_MORE_THAN_ANY: Final = 255
+"""Packets begin at 64: the kernel drops each one that arrives with less, and acknowledges nothing."""
 
 
 class VanishingHost:
@@ -42,7 +39,7 @@ class VanishingHost:
     def vanish(self) -> None:
         """Be another host from now on, for those who connect again."""
         for outside, inside in self._connections:
-            outside.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _DROP_ALL)
+            outside.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, _MORE_THAN_ANY)
             with contextlib.suppress(OSError):
                 inside.shutdown(socket.SHUT_RDWR)
 
