@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
@@ -19,6 +20,9 @@ pytest_plugins = ["ports", "prepared_databases", "tiers", "unsynced"]
 
 # Imports leave no garbage, and looking for it takes a fifth of the time of importing torch and transformers.
 gc.disable()
+
+# A shell's background ignores Ctrl-C, and what tests start, and interrupt, would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_VLLM = find_spec("vllm") is not None
 
