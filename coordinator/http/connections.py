@@ -8,10 +8,12 @@ or chunk of any size.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import re
 import resource
 import socket
+import termios
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -207,6 +209,24 @@ class LimitedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._note_waiting()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, unless its next request is here and the event loop has yet to read it.
+
+        uvloop calls what is due before it reads: after a pause, requests of a whole crowd would end unanswered.
+        """
+        if self._has_unread():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _has_unread(self) -> bool:
+        if self.transport.is_closing():
+            return False
+        waiting = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+        return any(waiting)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -10,7 +10,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -213,12 +213,10 @@ def test_all_addresses_together_do_not_get_more_connections_than_there_are(home:
         assert not is_served(url, "127.0.2.1")
 
 
-@pytest.mark.system
-async def test_a_reader_is_not_blamed_for_a_pause_of_the_server(home: tuple[Home, Coordinator]) -> None:
-    """A machine that was suspended would otherwise end every answer under way as it wakes."""
-    body = random.Random(3).randbytes(BLOB_BYTES)
-    name = home[0].blobs.put(body)
-    config = server_config(create_app(home[1]), replace(QUICK, unread_seconds=1.5))
+@contextlib.asynccontextmanager
+async def serving_here(coordinator: Coordinator, limits: ConnectionLimits) -> AsyncIterator[tuple[str, ServerState]]:
+    """Serve in the test's own event loop, which it can hold up."""
+    config = server_config(create_app(coordinator), limits)
     config.load()
     loop, state = asyncio.get_running_loop(), ServerState()
     listening = listening_socket("127.0.0.1", 0)
@@ -227,7 +225,30 @@ async def test_a_reader_is_not_blamed_for_a_pause_of_the_server(home: tuple[Home
         return config.http_protocol_class(config=config, server_state=state, app_state={})  # type: ignore[call-arg]
 
     async with await loop.create_server(accept, sock=listening):
-        with connect(f"http://127.0.0.1:{listening.getsockname()[1]}", receive_bytes=4096) as reader:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", state
+
+
+async def test_a_request_that_came_while_the_server_was_busy_is_answered_on_an_idle_connection(
+    home: tuple[Home, Coordinator],
+) -> None:
+    async with serving_here(home[1], QUICK) as (url, state):
+        with connect(url) as worker:
+            worker.sendall(HEALTH)
+            await eventually(lambda: any(one.timeout_keep_alive_task for one in state.connections))
+            (held,) = state.connections
+            worker.sendall(HEALTH)
+            held.timeout_keep_alive_handler()  # due, and called before the request is read
+            answers = await asyncio.to_thread(everything, worker)  # until the connection is closed as idle
+    assert answers.count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.system
+async def test_a_reader_is_not_blamed_for_a_pause_of_the_server(home: tuple[Home, Coordinator]) -> None:
+    """A machine that was suspended would otherwise end every answer under way as it wakes."""
+    body = random.Random(3).randbytes(BLOB_BYTES)
+    name = home[0].blobs.put(body)
+    async with serving_here(home[1], replace(QUICK, unread_seconds=1.5)) as (url, state):
+        with connect(url, receive_bytes=4096) as reader:
             reader.sendall(f"GET /v1/blobs/{name} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
             await eventually(lambda: any(one.flow.write_paused for one in state.connections))
             time.sleep(3.0)  # noqa: ASYNC251  (the pause)
