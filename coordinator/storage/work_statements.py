@@ -17,6 +17,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
+    exists,
     func,
     not_,
     or_,
@@ -215,9 +216,10 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
     `place` gave up since `lately` is for others first; what has failed MOST_FAILURES times, for the half of the proven
     nodes seen since `seen_since` with the most slots verified, or not at all without `with_failures`.
     """
-    failed_here = select(submissions.c.slot_id).where(
-        submissions.c.node == bindparam("node"),
-        or_(submissions.c.outcome == Outcome.REJECTED, submissions.c.recheck == Outcome.REJECTED),
+    is_failure = or_(submissions.c.outcome == Outcome.REJECTED, submissions.c.recheck == Outcome.REJECTED)
+    # A comparison that no index serves: by slot there are a few, and by node all that it ever failed.
+    failed_here = exists().where(
+        submissions.c.slot_id == slots.c.id, case((is_failure, submissions.c.node)) == bindparam("node")
     )
     lapsed_here = _how_many(
         leases.c.slot_id == slots.c.id, leases.c.node == bindparam("node"), leases.c.state == LeaseState.EXPIRED
@@ -237,7 +239,7 @@ def _open_slots(*, with_failures: bool) -> Select[Any]:
         .where(
             slots.c.state == SlotState.OPEN,
             slots.c.version.in_(bindparam("versions", expanding=True)),
-            slots.c.id.not_in(failed_here),
+            not_(failed_here),
             slots.c.id.not_in(given_up),
             lapsed_here.scalar_subquery() < MOST_FAILURES,
             or_(failures < MOST_FAILURES, ended_lately == 0, _IS_SENIOR) if with_failures else failures < MOST_FAILURES,
