@@ -144,19 +144,25 @@ def penalise(connection: Connection, node: str, *, submission: str, spec: RunSpe
 
 def settle(connection: Connection, *, spec: RunSpec, now: float) -> None:
     """Queue all unvested groups for a second verdict at the end of the run, when nothing vests any more."""
-    partly = select(submissions.c.node).where(submissions.c.spot.is_not(None), submissions.c.recheck.is_(None))
-    for node in connection.execute(partly.distinct()).scalars().all():
+    vested = vested_before(nodes.c.node, rules=spec.standing)
+    pending = exists().where(
+        submissions.c.node == nodes.c.node,
+        submissions.c.outcome == Outcome.ADMITTED,
+        submissions.c.log_index > func.coalesce(vested, -1),
+        _is_partly_measured(),
+    )
+    for node in connection.execute(select(nodes.c.node).where(pending)).scalars().all():
         _require_rechecks(connection, _unvested(connection, node, rules=spec.standing), now=now)
+
+
+def _is_partly_measured() -> ColumnElement[bool]:
+    """Return the condition of submissions of which one row was measured, and no second verdict is made."""
+    return and_(submissions.c.spot.is_not(None), submissions.c.recheck.is_(None))
 
 
 def _require_rechecks(connection: Connection, which: ColumnElement[bool], *, now: float) -> int:
     """Queue the admitted submissions in `which` of which one row was measured for a second verdict; return how many."""
-    due = update(submissions).where(
-        submissions.c.outcome == Outcome.ADMITTED,
-        submissions.c.spot.is_not(None),
-        submissions.c.recheck.is_(None),
-        which,
-    )
+    due = update(submissions).where(submissions.c.outcome == Outcome.ADMITTED, _is_partly_measured(), which)
     values = {
         "state": SubmissionState.QUEUED,
         "verifier": None,
@@ -208,6 +214,7 @@ def vested_before(node: str | ColumnElement[str], *, rules: StandingSpec) -> Sca
         .order_by(full.c.log_index.desc())
         .offset(rules.vesting - 1)
         .limit(1)
+        .correlate_except(full)
         .scalar_subquery()
     )
 
