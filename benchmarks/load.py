@@ -362,7 +362,8 @@ def main() -> None:
         if options.history:
             figures |= growth_of(folder, options)
         figures |= {"sync_ms": round(sync, 2), **dict.fromkeys(NOT_MEASURED), **figures}
-    notes = {key: getattr(options, key) for key in ("busy", "seconds", "body_bytes", "seed")} | NOT_MEASURED
+    notes = {key: getattr(options, key) for key in ("busy", "seconds", "body_bytes", "seed")}
+    notes |= {} if options.history else NOT_MEASURED
     report("load", options, figures, notes)
 
 
