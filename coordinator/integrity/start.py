@@ -1,4 +1,4 @@
-"""The quick check at every start of a process that signs or appends; a part of a second, however long the run is.
+"""The quick check at every start of a process that signs or appends; a part of a second for 100,000 submissions.
 
 It compares the kept checkpoints with the stored tree, numbers that are counted in two tables, and the newest entries
 with their rows. What it does not see, `check_state` does: a change of an older row that leaves every sum as it was, an
