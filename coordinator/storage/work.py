@@ -169,13 +169,14 @@ def overtake(connection: Connection, lease_id: str, holder: str, *, spec: RunSpe
 def expire_leases(connection: Connection, *, spec: RunSpec, now: float) -> None:
     """Expire overdue leases, some at a time: reopen their slots, and start a backoff of their nodes as for a rejection.
 
-    Leases issued while this machine's clock was ahead expire, too.
+    Leases issued while this machine's clock was ahead expire, too, for which no node has to wait.
     """
-    for name, node in statements.OVERDUE.rows(connection, _overdue_at(spec, now)):
+    for name, node, expires_at in statements.OVERDUE.rows(connection, _overdue_at(spec, now)):
         if statements.FREE.first(connection, {"lease": name}) is None:  # as in `overtake`; the next request ends it
             continue
         _end_lease(connection, name, LeaseState.EXPIRED, now=now)
-        start_backoff(connection, node, batch=spec.batch, now=now)
+        if expires_at <= now:
+            start_backoff(connection, node, batch=spec.batch, now=now)
 
 
 def _overdue_at(spec: RunSpec, now: float) -> dict[str, float]:

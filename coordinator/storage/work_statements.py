@@ -138,7 +138,7 @@ _LEASE = (
 )
 LEASE, LOCKED_LEASE = Prepared(_LEASE), Prepared(_LEASE.with_for_update(of=leases))
 OVERDUE = Prepared(
-    select(leases.c.lease, leases.c.node)
+    select(leases.c.lease, leases.c.node, leases.c.expires_at)
     .where(IS_ACTIVE, _IS_OVERDUE)
     .limit(MOST_ENDED)
     # A lease whose submission is being committed is in time.

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from actors import PUBLIC_KEY, Actors, spec_of
+from actors import PUBLIC_KEY, Actors, spec_of, who
+from sqlalchemy import select
 
 from coordinator.run.home import create_home
 from coordinator.storage import verdicts
+from coordinator.storage.schema import nodes
 
 HOUR = 3600
 
@@ -68,6 +70,18 @@ def test_a_lease_survives_a_clock_that_is_set_back_by_a_moment(actors: Actors) -
     actors.now -= 2
     actors.lease("b", held=(0,))
     actors.submit("a", lease.lease_id)
+
+
+def test_no_node_pays_for_a_lease_that_ends_because_the_clock_was_set_right(actors: Actors) -> None:
+    """All that were leased meanwhile end at once: their nodes would all wait, and all count as newcomers."""
+    actors.now += HOUR
+    actors.lease("a", held=(0,))
+    actors.now -= HOUR
+    assert actors.lease("b", held=(0,)), "whoever asks next ends the lease"
+    assert actors.lease("a", held=(0,)), "it kept its time"
+    with actors.home.database.read() as connection:
+        streak = connection.execute(select(nodes.c.rejected_streak).where(nodes.c.node == who("a"))).scalar()
+    assert streak == 0
 
 
 def test_a_submission_that_was_claimed_in_the_future_is_claimed_again(actors: Actors) -> None:
