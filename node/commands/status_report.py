@@ -82,7 +82,7 @@ def health_lines(status: bytes) -> list[StatusLine]:
     """Render what a coordinator's status says of the run; nothing where it is of another release, or is nonsense."""
     try:
         health = msgspec.json.decode(status, type=_RunStatus).health
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     if not health.problems:
         return [StatusLine("health", "The run is over." if health.state == "over" else "Everything works.")]

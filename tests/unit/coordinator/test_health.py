@@ -113,7 +113,18 @@ def test_the_alerts_have_the_same_rules_and_bounds():
     assert alerts["SwarmproofDiskNearlyFull"].endswith(full.replace("e+", "e"))
 
 
-@pytest.mark.parametrize("nonsense", [b"", b"{}", b'{"health": 1}', b"[" * 100_000, b'{"health": {"state": "x" }}'])
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"",
+        b"{}",
+        b'{"health": 1}',
+        b"[" * 100_000,
+        b'{"health": {"state": "x" }}',
+        b'{"health": {"state": "works", "problems": [{"text": "\xd7"}]}}',
+    ],
+    ids=["nothing", "no health", "a number", "deep", "no problems", "no UTF-8"],
+)
 def test_a_coordinator_that_talks_nonsense_of_its_health_says_nothing(nonsense):
     assert health_lines(nonsense) == []
 
