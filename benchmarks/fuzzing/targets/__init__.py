@@ -26,6 +26,7 @@ AREAS = (
     "checkpoint",
     "dataset",
     "door",
+    "control",
     "replies",
     "graders",
     "recording",

@@ -11,6 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed
 from benchmarks.fuzzing.target import Harness, Target
+from coordinator.run.health import NO_RELAY, Complaint, Health, HealthFigures, State
+from node.commands.status_report import MAX_PROBLEMS, health_lines
 from node.protocol.membership import Puzzle
 from node.protocol.messages import (
     MAX_CLAIM_BYTES,
@@ -122,6 +124,12 @@ ERROR_REPLIES = (
     ErrorReply(code="duplicate_submission", message='"\\\u0000é', server_time=0, submission=DIGEST),
 )
 
+PROBLEM = Complaint(NO_RELAY, "There is no relay: workers cannot fetch policies.")
+HEALTHS = (
+    Health(State.WORKS, (), HealthFigures(None, None, 0.5, {})),
+    Health(State.STOPPED, (PROBLEM, PROBLEM), HealthFigures(60.0, 1.5, 0.0, {"trainer": 1.0})),
+)
+
 
 def same(cls: Any, data: bytes, *, max_bytes: int) -> Any:
     """Decode `data` as `cls`, and check that it encodes to the same bytes again."""
@@ -198,6 +206,18 @@ def _submission_reply(_: ExitStack) -> Harness:
     return replace(harness, mutate=mutate)
 
 
+def _run_status(_: ExitStack) -> Harness:
+    """Feed what `swarmproof status` shows of a run; it shows nothing of what it does not know."""
+
+    def run(data: bytes) -> int:
+        lines = health_lines(data)
+        assert len(lines) <= MAX_PROBLEMS
+        return len(lines)
+
+    seeds = [msgspec.json.encode({"health": health.as_json()}) for health in HEALTHS]
+    return Harness(seeds, run, (), json_mutator())
+
+
 def _plain(cls: Any, *seeds: Wire, **limits: int) -> Any:
     return lambda _stack: message(cls, *seeds, **limits)
 
@@ -219,6 +239,7 @@ TARGETS = (
     Target("messages.upload_reply", "whoever answers as the coordinator", 20, _plain(UploadReply, OFFER)),
     Target("messages.puzzle", "whoever answers as the coordinator", 20, _plain(Puzzle, PUZZLE)),
     Target("messages.node_standing", "whoever answers as the coordinator", 20, _plain(NodeStanding, STANDING)),
+    Target("messages.run_status", "whoever answers as the coordinator", 20, _run_status),
     Target("messages.submission_reply", "whoever answers as the coordinator", 20, _submission_reply),
     Target("messages.error_reply", "whoever answers as the coordinator", 30, _plain(ErrorReply, *ERROR_REPLIES)),
 )
