@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
+from typing import Final
 
 from sqlalchemy import Connection, bindparam, delete, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from coordinator.storage.database import Database
+from coordinator.storage.gaps import CLOCK_STEP_SECONDS
 from coordinator.storage.prepared import Prepared, fence, insert_into
 from coordinator.storage.schema import nonces
 from node.protocol.reasons import Reason, Refusal
@@ -17,6 +20,9 @@ from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
 
 FORGET_SECONDS = 1.0
 """Period of deleting expired nonces: deleting those of a minute at once blocks writers for 0.1 s."""
+
+KEPT_SECONDS: Final = 2.0 * MAX_CLOCK_SKEW_SECONDS
+"""For how long a request may be good, and its nonce is kept."""
 
 _INSERT = Prepared(insert_into(nonces, "nonce", "expires_at"))
 _DELETE_EXPIRED = Prepared(delete(nonces).where(nonces.c.expires_at < bindparam("now")))
@@ -29,6 +35,8 @@ class SignedRequestLog:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._forgot_at = -math.inf
+        self._clock_ahead = math.inf
+        self._settled_at = -math.inf
 
     @contextmanager
     def consume(self, nonce: str, *, now: float) -> Iterator[Connection]:
@@ -55,8 +63,17 @@ class SignedRequestLog:
     def _insert(self, connection: Connection, nonce: str, *, now: float) -> None:
         if not 0 <= now - self._forgot_at < FORGET_SECONDS:
             self._forgot_at = now  # at once, so that no two threads delete the same ones
-            _DELETE_EXPIRED.run(connection, {"now": now})
+            if self._is_settled(now):
+                _DELETE_EXPIRED.run(connection, {"now": now})
         try:
-            _INSERT.run(connection, {"nonce": nonce, "expires_at": now + 2 * MAX_CLOCK_SKEW_SECONDS})
+            _INSERT.run(connection, {"nonce": nonce, "expires_at": now + KEPT_SECONDS})
         except IntegrityError as error:
             raise Refusal(Reason.REPLAYED_REQUEST, "Its nonce was used.") from error
+
+    def _is_settled(self, now: float) -> bool:
+        """Return whether the clock has not been set ahead for KEPT_SECONDS: set back, it makes good again what was."""
+        uptime = monotonic()
+        if now - uptime > self._clock_ahead + CLOCK_STEP_SECONDS:
+            self._settled_at = uptime + KEPT_SECONDS
+        self._clock_ahead = now - uptime
+        return uptime >= self._settled_at

@@ -50,6 +50,14 @@ def coordinator(home: Home) -> Coordinator:
     return Coordinator(home, key=Ed25519PrivateKey.generate())
 
 
+@pytest.fixture
+def uptime(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """For how long the machine has run, whatever its clock says."""
+    seconds = [NOW]
+    monkeypatch.setattr(signed_requests, "monotonic", lambda: seconds[0])
+    return seconds
+
+
 def claim_of(home: Home, *, at: float = NOW) -> RequestClaim:
     return RequestClaim(
         run_id=home.run_id,
@@ -118,24 +126,51 @@ def test_of_copies_that_arrive_together_one_is_done(home: Home, coordinator: Coo
 
 
 def test_a_nonce_is_remembered_while_its_request_is_good_and_then_forgotten(
-    home: Home, coordinator: Coordinator
+    home: Home, coordinator: Coordinator, uptime: list[float]
 ) -> None:
     """For ever would fill the disk; and the clock of the signer may be ahead."""
     ahead = claim_of(home, at=NOW + MAX_CLOCK_SKEW_SECONDS)
     assert not is_replay(coordinator, ahead)
     for later in range(1, 2 * MAX_CLOCK_SKEW_SECONDS, 7):
+        uptime[0] = NOW + later
         assert not is_replay(coordinator, claim_of(home, at=NOW + later), now=NOW + later)
         assert is_replay(coordinator, ahead, now=NOW + later)
-    much_later = NOW + 10 * MAX_CLOCK_SKEW_SECONDS
+    uptime[0] = much_later = NOW + 10 * MAX_CLOCK_SKEW_SECONDS
     assert not is_replay(coordinator, claim_of(home, at=much_later), now=much_later)
     assert count(home, nonces) == 1
 
 
-def test_nonces_are_forgotten_though_the_clock_was_set_back(home: Home, coordinator: Coordinator) -> None:
+def test_nonces_are_forgotten_though_the_clock_was_set_back(
+    home: Home, coordinator: Coordinator, uptime: list[float]
+) -> None:
     for n in range(20):
+        uptime[0] = NOW + n * 10 * MAX_CLOCK_SKEW_SECONDS
         now = NOW - 3600 + n * 10 * MAX_CLOCK_SKEW_SECONDS if n else NOW
         assert not is_replay(coordinator, claim_of(home, at=now), now=now)
     assert count(home, nonces) <= 2
+
+
+def test_attack_a_request_is_sent_again_while_the_clock_is_set_right(
+    home: Home, coordinator: Coordinator, uptime: list[float]
+) -> None:
+    """By the clock that was an hour ahead its nonce was over, and by the right one the request is still good."""
+    heard = claim_of(home)
+    assert not is_replay(coordinator, heard)
+    for second in range(1, 10):
+        uptime[0] = NOW + second
+        assert not is_replay(coordinator, claim_of(home, at=NOW + 3600 + second), now=NOW + 3600 + second)
+    assert not is_replay(coordinator, claim_of(home, at=NOW + 10), now=NOW + 10)
+    assert is_replay(coordinator, heard, now=NOW + 10)
+
+
+def test_nonces_are_forgotten_though_the_clock_was_set_ahead(
+    home: Home, coordinator: Coordinator, uptime: list[float]
+) -> None:
+    assert not is_replay(coordinator, claim_of(home))
+    for seconds in (1, 2 * MAX_CLOCK_SKEW_SECONDS + 2):
+        uptime[0], now = NOW + seconds, NOW + 3600 + seconds
+        assert not is_replay(coordinator, claim_of(home, at=now), now=now)
+    assert count(home, nonces) == 1
 
 
 def test_of_requests_in_the_same_second_one_looks_for_old_nonces(
