@@ -109,7 +109,7 @@ def add(
     from node.datasets.sources import read_rows, source_files
     from node.graders import check_answer
 
-    chosen = name or re.sub(r"[^a-z0-9._-]+", "-", source.stem.lower()).strip("-._")[:64]
+    chosen = name or re.sub(r"[^a-z0-9._-]+", "-", source.resolve().stem.lower()).strip("-._")[:64]
     if _NAME.fullmatch(chosen) is None:
         raise click.UsageError(f"{chosen!r} is no name of a dataset: --name takes a-z, 0-9, dot, - and _.")
     wanted = ConvertSettings(
@@ -238,4 +238,5 @@ def _show_made(made: Converted) -> None:
 def _skipped_lines(made: Converted) -> Iterator[str]:
     for code, one in sorted(made.skipped.items()):
         more = f" and {one.count - len(one.first):,} more" if one.count > len(one.first) else ""
-        yield f"left out, {code}: {', '.join(one.first)}{more}"
+        detail = f" ({one.detail})" if one.detail else ""
+        yield f"left out, {code}: {', '.join(one.first)}{more}{detail}"

@@ -38,15 +38,18 @@ from shardcast.wire import derive, encode
 NAMED_LINES = 5
 """How many lines of each kind of skipped row are named."""
 
+MAX_NAMES = 400
+"""Characters of the names of columns in a message."""
+
 CheckAnswer = Callable[[GraderSpec, str], None]
 
 
 class Unfit(Exception):
-    """A source's row that cannot be one of the dataset; `code` says why."""
+    """A source's row that cannot be one of the dataset; `code` says why, and `detail` more where there is more."""
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, detail: str = "") -> None:
         super().__init__(code)
-        self.code = code
+        self.code, self.detail = code, detail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +70,9 @@ class ConvertSettings:
 
 @dataclass(slots=True)
 class Skipped:
-    """Rows of one kind that were left out: how many, and where the first of them stand."""
+    """Rows of one kind that were left out: how many, where the first of them stand, and what the first one lacks."""
 
+    detail: str = ""
     count: int = 0
     first: list[str] = field(default_factory=list)
 
@@ -145,7 +149,7 @@ def _sort_rows(
         try:
             data, question = _fit(source, settings, known, check_answer)
         except Unfit as unfit:
-            kind = skipped.setdefault(unfit.code, Skipped())
+            kind = skipped.setdefault(unfit.code, Skipped(unfit.detail))
             kind.count += 1
             if len(kind.first) < NAMED_LINES:
                 kind.first.append(f"{source.file.name}:{source.line}")
@@ -256,9 +260,15 @@ def _column(fields: Mapping[str, Any], name: str) -> Any:
     value: Any = fields
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            raise Unfit("missing_column")
+            raise Unfit("missing_column", f"no {name!r} among {_listed(fields)}")
         value = value[part]
     return value
+
+
+def _listed(fields: Mapping[str, Any]) -> str:
+    """Return the names of a row's columns, as many as fit a message."""
+    names = ", ".join(map(repr, fields))
+    return names if len(names) <= MAX_NAMES else f"{names[:MAX_NAMES]} …"
 
 
 def _text(value: Any) -> str:
@@ -287,8 +297,11 @@ def _decoded(text: str) -> Any:
 
 
 def _advice(skipped: Mapping[str, Skipped]) -> str:
-    most = max(skipped.items(), key=lambda item: item[1].count, default=None)
-    return "" if most is None else f" {most[1].count:,} were left out: {most[0]}, first at {most[1].first[0]}."
+    if not skipped:
+        return ""
+    code, most = max(skipped.items(), key=lambda item: item[1].count)
+    detail = f" ({most.detail})" if most.detail else ""
+    return f" {most.count:,} were left out: {code}, first at {most.first[0]}{detail}."
 
 
 __all__ = ["ConvertSettings", "Converted", "Skipped", "convert", "is_held_out"]

@@ -5,8 +5,9 @@ These are the operator's own files. Limits are against mistakes: one line is hel
 
 from __future__ import annotations
 
+import codecs
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def _jsonl(file: Path) -> Iterator[SourceRow]:
         number = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > MAX_LINE_BYTES:
                 yield SourceRow(file, number, None, "line_too_long")
                 while line and not line.endswith(b"\n"):
@@ -75,16 +78,27 @@ def _csv(file: Path) -> Iterator[SourceRow]:
     limit = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.DictReader(stream, restkey="", restval=None)
+            reader = csv.DictReader(stream, restkey=None, restval=None)
+            _check_names(file, reader.fieldnames or ())
             for fields in reader:
-                is_whole = "" not in fields and None not in fields.values()
+                is_whole = None not in fields and None not in fields.values()
                 yield SourceRow(
                     file, reader.line_num, fields if is_whole else None, "" if is_whole else "wrong_columns"
                 )
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not CSV in UTF-8: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is not in UTF-8 ({error.reason}): save it as that, or convert it (iconv)."
+        ) from error
+    except csv.Error as error:
+        raise ConfigError(f"{file} is not CSV: {error}.") from error
     finally:
         csv.field_size_limit(limit)
+
+
+def _check_names(file: Path, names: Sequence[str]) -> None:
+    """Refuse two columns of one name, of which the last would be taken unsaid; those without one are no columns."""
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
+        raise ConfigError(f"{file} has two columns {twice[0]!r}: rename one of them.")
 
 
 def _parquet(file: Path) -> Iterator[SourceRow]:

@@ -6,6 +6,7 @@ whose rerun makes another digest cannot start their own run again.
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dataset_files import COLUMNS, made, source_rows, sums
 from msgspec import structs
 
 from node.datasets import sources
-from node.datasets.convert import ConvertSettings, convert
+from node.datasets.convert import MAX_NAMES, ConvertSettings, convert
 from node.datasets.format import MAX_ROW_BYTES, Columns, Dataset
 from node.datasets.sources import read_rows, source_files
 from node.errors import ConfigError, NodeError
@@ -67,8 +68,12 @@ def test_an_answer_that_nothing_can_match_is_left_out(tmp_path: Path) -> None:
 
 
 def test_nothing_that_is_left_is_a_sentence_with_the_first_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing_column, first at rows\.jsonl:1"):
-        made(tmp_path, [{"q": 1}])
+    with pytest.raises(ConfigError, match=r"missing_column, first at rows\.jsonl:1 \(no 'answer' among 'q', 'a'\)"):
+        made(tmp_path, [{"q": 1, "a": 2}])
+    many = {f"column {at}": at for at in range(1000)}
+    with pytest.raises(ConfigError) as raised:
+        made(tmp_path, [many])
+    assert len(str(raised.value)) < MAX_NAMES + 150
 
 
 def test_a_row_stays_held_out_when_others_come_and_its_answer_is_corrected(tmp_path: Path) -> None:
@@ -147,12 +152,27 @@ def test_bad_lines_are_passed_over_and_named(tmp_path: Path, monkeypatch: pytest
     ]
 
 
+def test_a_column_without_a_name_and_a_byte_order_mark_cost_no_row(tmp_path: Path) -> None:
+    """pandas writes its index under no name, and some editors begin a file with a byte order mark."""
+    (tmp_path / "a.csv").write_bytes(codecs.BOM_UTF8 + b",question,answer\n0,q,1\n1,r,2\n")
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"question": "q", "answer": 1}\n')
+    assert [row.complaint for row in read_rows(tmp_path / "a.csv")] == ["", ""]
+    assert [row.complaint for row in read_rows(tmp_path / "a.jsonl")] == [""]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Python's reader takes the last one, of which nobody would hear."""
+    (tmp_path / "a.csv").write_text("question,answer,answer\nq,1,2\n")
+    with pytest.raises(ConfigError, match="two columns 'answer'"):
+        list(read_rows(tmp_path / "a.csv"))
+
+
 def test_files_that_cannot_be_read_are_errors_with_their_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no data in"):
         source_files(tmp_path)
     (tmp_path / "a.csv").write_bytes(b"question,answer\n\xff,1\n")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing PAR1")
-    for name in ("a.csv", "a.parquet"):
-        with pytest.raises(ConfigError, match=name):
+    for name, why in (("a.csv", "not in UTF-8"), ("a.parquet", "Parquet")):
+        with pytest.raises(ConfigError, match=f"{name} .*{why}"):
             list(read_rows(tmp_path / name))
     assert [file.name for file in source_files(tmp_path)] == ["a.csv", "a.parquet"]
