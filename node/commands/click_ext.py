@@ -55,6 +55,9 @@ SECTIONS = {
 }
 """The sections of --help, and their commands in its order; others stand in the last one."""
 
+INVOKED = f"{__name__}.invoked"
+"""Where a context's `meta` has the words of the command that runs, such as "dataset add": hints name it."""
+
 UNFORESEEN = 70
 """The exit code of a defect: EX_SOFTWARE of sysexits.h."""
 
@@ -130,7 +133,7 @@ def reported(failure: type[Failed] = Failed) -> Iterator[None]:
         if sentence is None:
             said = f"Something unexpected happened: {type(error).__name__}: {error}."
             raise (Defect if failure is Failed else failure)(said, hint=REPORT) from error
-        command = None if ctx is None else ctx.find_root().invoked_subcommand
+        command = None if ctx is None else ctx.meta.get(INVOKED)
         raise failure(sentence, hint=hint_for(error, command)) from error
 
 
@@ -247,7 +250,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Resolve as click does; if a package failed to load, the error says so."""
         try:
-            return super().resolve_command(ctx, args)
+            name, command, rest = super().resolve_command(ctx, args)
         except click.UsageError as error:
             if not self._unloadable:
                 raise
@@ -258,6 +261,9 @@ class Commands(click.Group):
                 why = "; ".join(f"those of {name!r} do not load: {reason}" for name, reason in self._unloadable.items())
                 said = f"Some commands are missing ({why})."
             raise click.UsageError(f"{error.format_message()} {said}", ctx) from error
+        inner = rest[:1] if isinstance(command, click.Group) and rest and rest[0] in command.commands else []
+        ctx.meta[INVOKED] = " ".join([str(name), *inner])
+        return name, command, rest
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

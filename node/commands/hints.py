@@ -192,7 +192,10 @@ HINTS: Final[dict[str, str]] = {
 
 
 def hint_for(error: BaseException, command: str | None = None) -> str:
-    """Return what to do about `error`, which ended `command`: by its reason, else by its code or class."""
+    """Return what to do about `error`, by its reason, else by its code or class.
+
+    `command` is what it ended, such as "worker" or "dataset add".
+    """
     if isinstance(error, Refusal):
         return error.reason.todo
     if isinstance(error, ControlRefusal):
@@ -203,8 +206,9 @@ def hint_for(error: BaseException, command: str | None = None) -> str:
     if reason is not None:
         return reason.todo
     codes = [code, *(vars(cls).get("code") for cls in type(error).__mro__)]
+    first = (command or "").partition(" ")[0]
     package = type(error).__module__.partition(".")[0]
-    keys = [key for each in codes for key in (f"{command}:{each}", f"{package}:{each}", each)]
+    keys = [key for each in codes for key in (f"{first}:{each}", f"{package}:{each}", each)]
     hint = next((HINTS[key] for key in keys if key in HINTS), _unforeseen(error))
     return hint.replace("COMMAND", command or "COMMAND")
 

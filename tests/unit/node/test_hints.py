@@ -124,6 +124,11 @@ def test_the_hint_of_a_command_comes_before_its_codes_and_that_before_its_class(
     assert "name a source" in hint_for(TooSlow("x"))
 
 
+def test_a_hint_names_the_command_within_its_group():
+    assert "`swarmproof dataset add --help`" in hint_for(ConfigError("x"), "dataset add")
+    assert hint_for(ShardcastError("x", code="version_conflict"), "publish x") == HINTS["version_conflict"]
+
+
 @click.command()
 @click.option("--number", type=int)
 @click.option("--what")
