@@ -6,6 +6,7 @@ CoordinatorError
 │   ├── Uncalibrated     the run would begin for ever without levels of honest work
 │   └── UnfitModel       model.initial names no policy with which the run of this run.toml can begin
 ├── OtherRelease         the run is of another release, whose database or rules this one cannot read
+│   └── OlderDatabase    its database is an earlier release's, which a coordinator of this one migrates
 ├── HistoryLost          the log in the database does not continue the one that was published
 ├── StateDiffers         the database or the blob store does not say what the log does
 ├── StorageFault         the database or the blob store does not hold what it must
@@ -35,6 +36,10 @@ class CannotListen(BadConfiguration):
 
 class OtherRelease(CoordinatorError):
     code = "other_release"
+
+
+class OlderDatabase(OtherRelease):
+    code = "older_database"
 
 
 class HistoryLost(CoordinatorError):

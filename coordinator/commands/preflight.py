@@ -9,7 +9,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from coordinator.errors import BadConfiguration, OtherRelease, Uncalibrated
+from coordinator.errors import BadConfiguration, OlderDatabase, OtherRelease, Uncalibrated
 from coordinator.run.chat import changed_keys
 from coordinator.run.definition import UNCALIBRATED, is_calibrated, read_run_file
 from coordinator.run.home import Home, find_home
@@ -44,6 +44,11 @@ def preflight_checks(
     except (BadConfiguration, DatabaseAway) as error:
         advice = "Give --data and --database-url as the run has them, and start its database."
         return [*found, problem("data", f"{error}.", advice=advice)]
+    except OlderDatabase as error:
+        advice = (
+            "The coordinator migrates it as it starts: make a backup with the earlier release, and stop all others."
+        )
+        return [*found, warning("data", f"{error}.", advice=advice)]
     except OtherRelease as error:
         advice = "Go on with that release, or give another --data and a new key."
         return [*found, problem("data", f"{error}.", advice=advice)]

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.errors import BadConfiguration, OtherRelease
+from coordinator.errors import BadConfiguration, OlderDatabase, OtherRelease
 from coordinator.run.chat import as_begun, changed_keys
 from coordinator.run.history import KeptHistory
 from coordinator.storage import locks, log
@@ -18,7 +18,7 @@ from coordinator.storage.database import Connection, Database, sqlite_url, witho
 from coordinator.storage.facts import BLOBS, PUBLIC_KEY, SPEC, add_facts, read_facts
 from coordinator.storage.faults import DatabaseAway
 from coordinator.storage.open_blobs import open_blobs
-from coordinator.storage.schema_check import schema_difference, unknown_revision
+from coordinator.storage.schema_check import outdated_revision, schema_difference, unknown_revision
 from node.datasets.folder import DATASETS, find_datasets
 from node.protocol.messages import RunEntry
 from node.protocol.run import RunSpec, run_id_of
@@ -85,7 +85,7 @@ def create_home(
         if known:
             check_release(database, folder, unknown_revision)
         spec = as_begun(spec, _recorded(known, folder)) if known else before_first(spec)
-        database.migrate()
+        _migrate(database)
         check_release(database, folder, schema_difference)
         blobs = _initialise(database, folder, public_key=public_key, spec=spec, blobs_url=blobs_url)
     except BaseException:
@@ -94,6 +94,17 @@ def create_home(
     if database_url is not None:
         (folder / DATABASE_URL_FILE).write_text(without_password(database_url))
     return Home(public_key=public_key, spec=spec, database=database, blobs=blobs, folder=folder)
+
+
+def _migrate(database: Database) -> None:
+    """Migrate the database, and say so where it holds a run: of a large one that takes a while."""
+    with database.read() as connection:
+        outdated = outdated_revision(connection)
+    if outdated is not None:
+        logger.info("migrating: %s", outdated)
+    database.migrate()
+    if outdated is not None:
+        logger.info("the database is migrated")
 
 
 def _initialise(
@@ -205,9 +216,15 @@ def find_home(folder: Path, database_url: str | None) -> Home | None:
 
 
 def check_release(database: Database, folder: Path, check: Callable[[Connection], str | None]) -> None:
-    """Raise OtherRelease with what `check` says of the run's database, if anything."""
+    """Raise OtherRelease with what `check` says of the run's database, if anything.
+
+    Of an earlier release's, which a coordinator of this one migrates, it is OlderDatabase.
+    """
     with database.read() as connection:
         difference = check(connection)
+        outdated = None if difference is None else outdated_revision(connection)
+    if outdated is not None:
+        raise OlderDatabase(f"the run in {folder} is of an earlier release of swarmproof: {outdated}")
     if difference is not None:
         raise OtherRelease(f"the run in {folder} is of another release of swarmproof: {difference}")
 

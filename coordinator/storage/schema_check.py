@@ -8,13 +8,22 @@ from __future__ import annotations
 from sqlalchemy import Connection, inspect
 
 from coordinator.storage.schema import metadata
-from coordinator.storage.whole_tables import known_revisions, revision
+from coordinator.storage.whole_tables import known_revisions, newest_revision, revision
 
 
 def unknown_revision(connection: Connection) -> str | None:
     """Return, as a clause, that this release cannot migrate the database; None if it can."""
     recorded = revision(connection)
     return None if recorded in known_revisions() else f"its database has the schema {recorded}"
+
+
+def outdated_revision(connection: Connection) -> str | None:
+    """Return, as a clause, that a coordinator of this release would migrate the database; None if there is nothing to
+    migrate, or no way to.
+    """
+    recorded, newest = revision(connection), newest_revision()
+    is_older = recorded != newest and recorded in known_revisions()
+    return f"its database has the schema {recorded}, and this release's is {newest}" if is_older else None
 
 
 def schema_difference(connection: Connection) -> str | None:

@@ -55,6 +55,11 @@ def revision(connection: Connection) -> str:
     return str(MigrationContext.configure(connection).get_current_revision())
 
 
+def newest_revision() -> str:
+    """Return this release's schema revision."""
+    return str(ScriptDirectory.from_config(migrations()).get_current_head())
+
+
 def known_revisions() -> frozenset[str]:
     """Return the schema revisions that this release can migrate."""
     return frozenset(step.revision for step in ScriptDirectory.from_config(migrations()).walk_revisions())

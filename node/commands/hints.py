@@ -146,8 +146,10 @@ HINTS: Final[dict[str, str]] = {
     "damaged_blob": "Put the named blob back: BACKUP/blobs has it under the same name, in the same subfolder.",
     "corrupt_read": "See what lies between this machine and the object store; what it sends is damaged on the way.",
     "state_differs": "`swarmproof check --data RUN` names every difference; --repair writes what follows from the log.",
-    "other_release": "Go on with the release that began the run, or begin another one: a new key, and a new --data. "
-    "Between builds before the first release no run is taken along.",
+    "other_release": "Install the release that the run's coordinator has: an older one can use neither the database of "
+    "a newer one nor its rules.",
+    "older_database": "Start the coordinator of this release first, which migrates the database; see 'Go to another "
+    "release' in docs/operating.md.",
     "history_lost": "Bring the newest database back; `swarmproof check --data RUN` compares it. To go on from an older "
     "one all the same, see 'A database that is older than its log' in docs/operating.md (`check --accept-rollback`).",
     "store_away": "See that the object store runs and can be reached from here, then start again.",

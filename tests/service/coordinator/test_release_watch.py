@@ -16,10 +16,12 @@ from sqlalchemy import text
 from swarm import RUN_KEY
 from waiting import until
 
-from coordinator.errors import OtherRelease
-from coordinator.run.home import Home, create_home
+from coordinator.commands.preflight import preflight_checks
+from coordinator.errors import OlderDatabase, OtherRelease
+from coordinator.run.home import Home, create_home, open_home
 from coordinator.run.release_watch import release_watch
 from coordinator.storage.heartbeats import Role, read_heartbeats
+from node.doctor.report import Check, Level
 from node.keys.identity import write_key
 from node.protocol.run import parse_run_toml
 
@@ -40,6 +42,11 @@ def migrate(home: Home, revision: str) -> None:
         connection.execute(text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
 
 
+def preflight(folder: Path) -> list[Check]:
+    files = (folder / "run.toml", folder / "run.key", folder / "run")
+    return preflight_checks(*files, database_url=None, blobs_url=None, model_elsewhere=False, uncalibrated=True)
+
+
 def test_a_schema_of_a_newer_release_ends_the_process_and_one_of_an_older_does_not(home, monkeypatch):
     killed, polled = threading.Event(), threading.Event()
     monkeypatch.setattr("coordinator.run.release_watch.os.kill", lambda *to: to == (os.getpid(), 15) and killed.set())
@@ -58,6 +65,24 @@ def test_a_schema_of_a_newer_release_ends_the_process_and_one_of_an_older_does_n
         assert not killed.is_set()
         migrate(home, "9999")
         assert killed.wait(60)
+
+
+def test_an_earlier_releases_database_is_migrated_by_the_coordinator_alone(home, tmp_path, caplog):
+    """A trainer that is started before it says so; it said to go on with the old release, or to begin another run."""
+    with home.database.write() as connection:
+        connection.execute(text("ALTER TABLE heartbeats DROP COLUMN trouble"))
+    migrate(home, "0008")
+    with pytest.raises(OlderDatabase, match="has the schema 0008, and this release's is 0009"):
+        open_home(home.folder)
+    (found,) = (one for one in preflight(tmp_path) if one.name == "data")
+    assert (found.level, "migrates it as it starts" in found.advice) == (Level.WARNING, True)
+    with caplog.at_level("INFO"):
+        create_home(home.folder, public_key=PUBLIC_KEY, spec=home.spec).database.close()
+    assert [one.message for one in caplog.records if "migrat" in one.message and "schema" in one.message] == [
+        "migrating: its database has the schema 0008, and this release's is 0009"
+    ]
+    open_home(home.folder).database.close()
+    assert {one.level for one in preflight(tmp_path) if one.name == "data"} == {Level.OK}
 
 
 @pytest.mark.system
