@@ -20,6 +20,7 @@ _OTHER_SOURCE: Final = "Try again, or name another source: nothing of what was s
 _ASK: Final = "Ask the run's operator; `swarmproof audit` checks what the run says of itself."
 _PRINTED: Final = "Copy --run-id, --key and the address from what one `swarmproof publish` printed."
 _CHECK: Final = "`swarmproof env check NAME` tries it, and says what its author has to change."
+_AUTHOR: Final = "Its author has to change that; docs/environments.md says what an environment may do."
 _LOGS: Final = "The log above says what came before; `swarmproof -v …` says more."
 
 HINTS: Final[dict[str, str]] = {
@@ -69,6 +70,10 @@ HINTS: Final[dict[str, str]] = {
     "environment_slow": _CHECK,
     "environment_died": _CHECK,
     "environment_garbled": _CHECK,
+    "env:environment_failed": _AUTHOR,
+    "env:environment_slow": _AUTHOR,
+    "env:environment_died": _AUTHOR,
+    "env:environment_garbled": _AUTHOR,
     "needs_bound": "Give it a table [environments.problems] with a count in run.toml.",
     "needs_network": "Have its data in its package, or take another environment: it gets no network.",
     "python_version": "Install swarmproof under the Python that the run names, and start that one.",
