@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from node.engines.torch import TorchEngine
 from node.engines.vllm import VllmEngine
 from node.protocol.run import RunSpec
 from node.protocol.submission import Rollout
+
+log = logging.getLogger(__name__)
 
 IN_FLIGHT = (1, 8, 32)
 """Slots a worker has in flight; groups are spread evenly over these."""
@@ -128,6 +131,8 @@ async def _draw_slots(
     for index, at_once in enumerate(in_flight):
         first, last = (len(numbers) * bound // len(in_flight) for bound in (index, index + 1))
         drawn += await draw(engine, [slots.requests(slot) for slot in numbers[first:last]], at_once=at_once)
+        if last < len(numbers):
+            log.info("%d of %d groups are drawn", last, len(numbers))
     return drawn
 
 

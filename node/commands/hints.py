@@ -27,6 +27,7 @@ HINTS: Final[dict[str, str]] = {
     # node.errors
     "node_error": _LOGS,
     "identity_error": "`swarmproof keys new FILE` makes a key, `swarmproof keys restore` brings one back.",
+    "key_path": "See that its folder can be read and written and that its disk has room, or name another file.",
     "key_exposed": "A key that others could read may have been copied: if you share this machine, make a new one.",
     "config_error": "`swarmproof COMMAND --help` shows every setting, and what its values look like.",
     "config_malformed": "Write a table per command, such as [worker], and below it lines like: slots = 8",
