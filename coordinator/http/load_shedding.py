@@ -32,12 +32,13 @@ class RequestClass(StrEnum):
 
 
 MOST_WAITING: Final = {
-    RequestClass.READ: 128,
-    RequestClass.JOIN: 256,
+    RequestClass.READ: 256,
+    RequestClass.JOIN: 384,
     RequestClass.WORK: 512,
     RequestClass.DELIVERY: 768,
 }
-"""Unfinished writes (`WriteQueue`) from which a class is shed: at about 1 ms each, what a request waits at most.
+"""Unfinished writes (`WriteQueue`) from which a class is shed: at a quarter to 1 ms each, what a request waits at most.
+A burst of a busy coordinator that nothing is wrong with reaches 128, and whoever only reads is not refused for that.
 
 The last is less than the connections that there may be (`ConnectionLimits`), each of which asks for one at a time: who
 finds all of them taken is closed unanswered, and not told when to come again.
@@ -51,8 +52,8 @@ LEAST_SHARE: Final = 1 / 16
 """Of the limits, what is left of them however slow a write was: so many are still written together, and measured."""
 
 STRANGERS_WAITING: Final = 64
-"""Unfinished writes from which a signer is looked up, in a read of its own, before its request is one of them. Half of
-what sheds the first class: nobody's free keys come near it."""
+"""Unfinished writes from which a signer is looked up, in a read of its own, before its request is one of them. A
+quarter of what sheds the first class: nobody's free keys come near it."""
 
 RETRY_SECONDS: Final = {
     RequestClass.READ: 5,
