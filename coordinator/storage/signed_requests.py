@@ -35,7 +35,7 @@ class SignedRequestLog:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._forgot_at = -math.inf
-        self._clock_ahead = math.inf
+        self._clock_ahead = -math.inf  # a start counts as a step: the clock may be ahead already
         self._settled_at = -math.inf
 
     @contextmanager
@@ -46,8 +46,9 @@ class SignedRequestLog:
         later. OperationalError, an unavailable database, rolls back both.
         """
         failure: Exception | None = None
+        uptime = monotonic()  # beside `now`: what is waited for the database is no step of the clock
         with self._database.write(durable=False) as connection:
-            self._insert(connection, nonce, now=now)
+            self._insert(connection, nonce, now=now, uptime=uptime)
             _SAVEPOINT.send(connection)
             try:
                 yield connection
@@ -60,19 +61,18 @@ class SignedRequestLog:
         if failure is not None:
             raise failure
 
-    def _insert(self, connection: Connection, nonce: str, *, now: float) -> None:
+    def _insert(self, connection: Connection, nonce: str, *, now: float, uptime: float) -> None:
         if not 0 <= now - self._forgot_at < FORGET_SECONDS:
             self._forgot_at = now  # at once, so that no two threads delete the same ones
-            if self._is_settled(now):
+            if self._is_settled(now, uptime=uptime):
                 _DELETE_EXPIRED.run(connection, {"now": now})
         try:
             _INSERT.run(connection, {"nonce": nonce, "expires_at": now + KEPT_SECONDS})
         except IntegrityError as error:
             raise Refusal(Reason.REPLAYED_REQUEST, "Its nonce was used.") from error
 
-    def _is_settled(self, now: float) -> bool:
+    def _is_settled(self, now: float, *, uptime: float) -> bool:
         """Return whether the clock has not been set ahead for KEPT_SECONDS: set back, it makes good again what was."""
-        uptime = monotonic()
         if now - uptime > self._clock_ahead + CLOCK_STEP_SECONDS:
             self._settled_at = uptime + KEPT_SECONDS
         self._clock_ahead = now - uptime

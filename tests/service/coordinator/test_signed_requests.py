@@ -163,6 +163,35 @@ def test_attack_a_request_is_sent_again_while_the_clock_is_set_right(
     assert is_replay(coordinator, heard, now=NOW + 10)
 
 
+def test_attack_a_request_is_sent_again_to_a_coordinator_that_started_with_its_clock_ahead(
+    home: Home, coordinator: Coordinator, uptime: list[float]
+) -> None:
+    heard = claim_of(home)
+    assert not is_replay(coordinator, heard)
+    restarted = Coordinator(home, key=Ed25519PrivateKey.generate())
+    for second in range(1, 10):
+        uptime[0] = NOW + second
+        assert not is_replay(restarted, claim_of(home, at=NOW + 3600 + second), now=NOW + 3600 + second)
+    assert is_replay(restarted, heard, now=NOW + 10)
+
+
+def test_nonces_are_forgotten_though_requests_wait_for_the_database(
+    home: Home, coordinator: Coordinator, uptime: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock and the uptime of a request are read together, or the end of each wait looks like a clock set ahead."""
+    write = Database.write
+
+    def waiting(database: Database, *, durable: bool = True) -> AbstractContextManager[Connection]:
+        uptime[0] += 8 * (n % 2)
+        return write(database, durable=durable)
+
+    monkeypatch.setattr(Database, "write", waiting)
+    for n in range(40):
+        uptime[0] = now = NOW + 10 * n
+        assert not is_replay(coordinator, claim_of(home, at=now), now=now)
+    assert count(home, nonces) <= signed_requests.KEPT_SECONDS / 10 + 1
+
+
 def test_nonces_are_forgotten_though_the_clock_was_set_ahead(
     home: Home, coordinator: Coordinator, uptime: list[float]
 ) -> None:
@@ -174,10 +203,13 @@ def test_nonces_are_forgotten_though_the_clock_was_set_ahead(
 
 
 def test_of_requests_in_the_same_second_one_looks_for_old_nonces(
-    home: Home, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    home: Home, coordinator: Coordinator, uptime: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To look for them with each request costs a tenth of it, and a minute's worth at once 0.1 s for all."""
     assert signed_requests.FORGET_SECONDS <= 5
+    before = NOW - signed_requests.KEPT_SECONDS
+    uptime[0] = before
+    assert not is_replay(coordinator, claim_of(home, at=before), now=before)
     looked: list[float] = []
     run = Prepared.run
 
@@ -188,7 +220,7 @@ def test_of_requests_in_the_same_second_one_looks_for_old_nonces(
 
     monkeypatch.setattr(Prepared, "run", noting)
     for n in range(40):
-        now = NOW + n / 20
+        uptime[0] = now = NOW + n / 20
         assert not is_replay(coordinator, claim_of(home, at=now), now=now)
     assert looked == [NOW, NOW + signed_requests.FORGET_SECONDS]
 
