@@ -45,12 +45,10 @@ def preflight_checks(
         advice = "Give --data and --database-url as the run has them, and start its database."
         return [*found, problem("data", f"{error}.", advice=advice)]
     except OlderDatabase as error:
-        advice = (
-            "The coordinator migrates it as it starts: make a backup with the earlier release, and stop all others."
-        )
+        advice = "Stop all others, back up with the earlier release, then start the coordinator, which migrates it."
         return [*found, warning("data", f"{error}.", advice=advice)]
     except OtherRelease as error:
-        advice = "Go on with that release, or give another --data and a new key."
+        advice = "Install that release: an older one cannot use it. Or give another --data and a new key."
         return [*found, problem("data", f"{error}.", advice=advice)]
     if home is not None:
         with closing(home.database):

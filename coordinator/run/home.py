@@ -201,8 +201,8 @@ def find_home(folder: Path, database_url: str | None) -> Home | None:
         database.close()
         return None
     try:
+        spec = _recorded(known, folder)  # first: a coordinator migrates no run whose rules it cannot read
         check_release(database, folder, schema_difference)
-        spec = _recorded(known, folder)
     except OtherRelease:
         database.close()
         raise

@@ -30,8 +30,8 @@ def schema_difference(connection: Connection) -> str | None:
     """Return what keeps this release from using the database, as a clause such as "its database has no table gaps";
     None if nothing does. Columns that it does not know and that may stay empty are no matter.
     """
-    if (unknown := unknown_revision(connection)) is not None:
-        return unknown
+    if (other := unknown_revision(connection) or outdated_revision(connection)) is not None:
+        return other
     found = inspect(connection)
     present = set(found.get_table_names())
     for table in metadata.sorted_tables:

@@ -154,8 +154,10 @@ HINTS: Final[dict[str, str]] = {
     "state_differs": "`swarmproof check --data RUN` names every difference; --repair writes what follows from the log.",
     "other_release": "Install the release that the run's coordinator has: an older one can use neither the database of "
     "a newer one nor its rules.",
-    "older_database": "Start the coordinator of this release first, which migrates the database; see 'Go to another "
-    "release' in docs/operating.md.",
+    "older_database": "After a backup with the earlier release, start the coordinator of this one, which migrates the "
+    "database; see 'Go to another release' in docs/operating.md.",
+    "backup:older_database": "Make the backup with the release that the run has; see 'Go to another release' in "
+    "docs/operating.md.",
     "history_lost": "Bring the newest database back; `swarmproof check --data RUN` compares it. To go on from an older "
     "one all the same, see 'A database that is older than its log' in docs/operating.md (`check --accept-rollback`).",
     "store_away": "See that the object store runs and can be reached from here, then start again.",
