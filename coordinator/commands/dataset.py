@@ -109,7 +109,7 @@ def add(
     from node.datasets.sources import read_rows, source_files
     from node.graders import check_answer
 
-    chosen = name or re.sub(r"[^a-z0-9._-]+", "-", source.resolve().stem.lower()).strip("-._")[:64]
+    chosen = name or re.sub(r"[^a-z0-9._-]+", "-", source.absolute().stem.lower()).strip("-._")[:64]
     if _NAME.fullmatch(chosen) is None:
         raise click.UsageError(f"{chosen!r} is no name of a dataset: --name takes a-z, 0-9, dot, - and _.")
     wanted = ConvertSettings(
@@ -213,7 +213,9 @@ def _with_lines(run_file: Path, name: str, lines: str) -> bytes:
 
 
 def _described(made: Converted, name: str) -> dict[str, Any]:
-    skipped = {code: {"count": one.count, "first": one.first} for code, one in made.skipped.items()}
+    skipped = {
+        code: {"count": one.count, "first": one.first, "detail": one.detail} for code, one in made.skipped.items()
+    }
     return {
         "path": str(made.path),
         "answers": None if made.answers is None else str(made.answers),

@@ -56,13 +56,13 @@ def _jsonl(file: Path) -> Iterator[SourceRow]:
         number = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > MAX_LINE_BYTES:
                 yield SourceRow(file, number, None, "line_too_long")
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(MAX_LINE_BYTES)
                 continue
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             try:

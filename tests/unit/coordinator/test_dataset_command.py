@@ -119,7 +119,7 @@ def test_show_verifies_the_file_and_no_row_steers_the_terminal(tmp_path: Path) -
 def test_what_is_printed_as_json_is_what_a_program_needs(tmp_path: Path, file: Path) -> None:
     said = json.loads(run("add", file, *FIRST, "--to", tmp_path / "a.dataset", "--json").stdout)
     assert said["environment"] == "dataset:my-sums"
-    assert said["skipped"] == {"duplicate": {"count": 1, "first": ["My sums.jsonl:41"]}}
+    assert said["skipped"] == {"duplicate": {"count": 1, "first": ["My sums.jsonl:41"], "detail": ""}}
     shown = json.loads(run("show", tmp_path / "a.dataset", "--json", "--rows", "1").stdout)
     assert (shown["digest"], len(shown["rows"])) == (said["dataset"]["digest"], 1)
 
