@@ -101,8 +101,19 @@ def test_work_and_steps_read_nothing_that_grows_with_the_past(past: Home) -> Non
 
 def test_the_end_of_a_run_looks_at_each_nodes_newest_groups_alone(past: Home) -> None:
     """The last step's batch looked for groups without credit among all, and everybody waits for it."""
+    with past.database.write() as connection:
+        rows = connection.exec_driver_sql(
+            "SELECT submission FROM submissions WHERE outcome = 'admitted' ORDER BY log_index"
+        )
+        names = list(rows.scalars())
+        newest, credited = names[-30:], names[100]
+        for name in (*newest, credited):
+            connection.exec_driver_sql("UPDATE submissions SET spot = 0 WHERE submission = ?", (name,))
     with instructions(past) as counted, past.database.write() as connection:
         standing.settle(connection, spec=past.spec, now=1000.0)
+    with past.database.read() as connection:
+        due = connection.exec_driver_sql("SELECT submission FROM submissions WHERE recheck = 'due'").scalars()
+        assert sorted(due) == sorted(newest)
     statement, most = counted.most_common(1)[0]
     assert most < 50 * NODES < 3 * PAST, statement
 
