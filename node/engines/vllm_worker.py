@@ -20,7 +20,8 @@ import msgspec
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
@@ -29,6 +30,7 @@ from node.engines.device import add_products_in_float32
 from node.engines.recorder import DecodeRow, Recorder
 from node.engines.vllm_processes import end_with_owner
 from node.engines.vllm_runners import RunnerRow, RunnerStep, RunnerV1, RunnerV2, ours_of
+from node.policy.products import multiply_exactly
 from node.protocol.reasons import Refusal
 from node.protocol.run import ProofSpec
 from node.sampling.forced import warm_up
@@ -53,6 +55,20 @@ class _WholeHead:
 
     def parts(self, states: Tensor) -> Iterator[Tensor]:
         yield self.compute(states)
+
+
+@LogitsProcessor.register_oot
+class ExactLogits(LogitsProcessor):
+    """vLLM's output head in float32, which on a CPU copies the whole weight to float32 in each step otherwise."""
+
+    def _apply_head(
+        self, lm_head: VocabParallelEmbedding, hidden_states: Tensor, embedding_bias: Tensor | None
+    ) -> Tensor:
+        if hidden_states.device.type != "cpu":
+            logits: Tensor = super()._apply_head(lm_head, hidden_states, embedding_bias)
+            return logits
+        logits = multiply_exactly(hidden_states, lm_head.get_parameter("weight"))
+        return logits if embedding_bias is None else logits + embedding_bias
 
 
 class Installation(msgspec.Struct, frozen=True):
