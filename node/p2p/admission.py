@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +18,7 @@ from node.discovery.peer_book import subnet_of
 from node.p2p.transport import TrioTokenBucket
 
 MAX_HANDSHAKES: Final = 64
+"""At once. One more ends the oldest of the most crowded subnet: an honest one takes far less than a second."""
 MAX_HANDSHAKES_PER_SUBNET: Final = 16
 HANDSHAKES_PER_SECOND: Final = 8.0
 BURST_HANDSHAKES: Final = 128
@@ -51,10 +52,15 @@ class AdmissionControl:
     def admit(self, host: str) -> InboundConnection | None:
         """Register a connection from `host`; None if it is not admitted."""
         subnet = subnet_of(host)
-        waiting = [connection.subnet for connection in self._connections if not connection.handshaken]
-        if len(waiting) >= MAX_HANDSHAKES or waiting.count(subnet) >= MAX_HANDSHAKES_PER_SUBNET:
+        waiting = [connection for connection in self._connections if not connection.handshaken]
+        if sum(connection.subnet == subnet for connection in waiting) >= MAX_HANDSHAKES_PER_SUBNET:
             return None
-        if not self._bucket(subnet).try_acquire() or not self._make_room(subnet):
+        if not self._bucket(subnet).try_acquire():
+            return None
+        if len(waiting) >= MAX_HANDSHAKES:
+            among, _ = _most_crowded(waiting)
+            self._evict(min(among, key=lambda connection: connection.opened_at))
+        if not self._make_room(subnet):
             return None
         connection = InboundConnection(subnet)
         self._connections.add(connection)
@@ -68,19 +74,20 @@ class AdmissionControl:
         """Return whether a connection fits, after evicting another one if need be."""
         if len(self._connections) < self._capacity:
             return True
-        subnets = Counter(connection.subnet for connection in self._connections)
-        largest = max(subnets.values())
-        among = [connection for connection in self._connections if subnets[connection.subnet] == largest]
+        among, subnets = _most_crowded(self._connections)
         idle = [connection for connection in among if not connection.busy()]
         if idle:
             evicted = min(idle, key=lambda connection: connection.opened_at)
-        elif subnets[subnet] < largest:
+        elif subnets[subnet] < max(subnets.values()):
             evicted = random.choice(among)
         else:
             return False
-        self._connections.discard(evicted)
-        evicted.scope.cancel()
+        self._evict(evicted)
         return True
+
+    def _evict(self, connection: InboundConnection) -> None:
+        self._connections.discard(connection)
+        connection.scope.cancel()
 
     def _bucket(self, subnet: str) -> TrioTokenBucket:
         bucket = self._buckets.pop(subnet, None) or TrioTokenBucket(rate=HANDSHAKES_PER_SECOND, burst=BURST_HANDSHAKES)
@@ -88,3 +95,10 @@ class AdmissionControl:
         if len(self._buckets) > MAX_BUCKETS:
             del self._buckets[next(iter(self._buckets))]
         return bucket
+
+
+def _most_crowded(connections: Collection[InboundConnection]) -> tuple[list[InboundConnection], Counter[str]]:
+    """Return the connections of the subnets with most of them, and how many each subnet has."""
+    subnets = Counter(connection.subnet for connection in connections)
+    largest = max(subnets.values())
+    return [connection for connection in connections if subnets[connection.subnet] == largest], subnets

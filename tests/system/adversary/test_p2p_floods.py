@@ -7,6 +7,7 @@ After each the victim is up, as small as it was, and serves who comes.
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -29,11 +30,12 @@ from p2p_attacker import (
     Gone,
     hostile,
     new_source,
+    raw,
 )
 from p2p_scene import SERVED_SECONDS, Scene, framed, scene_fixture, standing_fixture  # noqa: F401  (fixtures)
 from trio.testing import MockClock
 
-from node.p2p.admission import BURST_HANDSHAKES, AdmissionControl
+from node.p2p.admission import BURST_HANDSHAKES, MAX_HANDSHAKES, MAX_HANDSHAKES_PER_SUBNET, AdmissionControl
 from node.p2p.host import IDLE_CHECK_SECONDS, IDLE_SECONDS, HostLimits, connect, listening_port, running_host
 from node.p2p.transport import MAX_HELD_BYTES, MAX_STREAMS
 from node.protocol.peers import Address, public_key_of
@@ -206,6 +208,24 @@ def test_a_full_house_makes_way_for_who_comes_from_elsewhere() -> None:
     trio.run(rule)
 
 
+def test_handshakes_that_nobody_ends_make_way_for_who_comes_from_elsewhere() -> None:
+    """The rule alone: of all that may be under way four hosts have their share, and others come all the same."""
+
+    async def rule() -> None:
+        admission = AdmissionControl(capacity=10_000)
+        hosts = [f"8.{number}.8.8" for number in range(MAX_HANDSHAKES // MAX_HANDSHAKES_PER_SUBNET)]
+        begun = [admission.admit(host) for host in hosts for _ in range(MAX_HANDSHAKES_PER_SUBNET)]
+        assert all(begun)
+        assert admission.admit(hosts[0]) is None, "it has its share"
+        assert all(admission.admit(host) is not None for host in ("9.9.9.9", "7.7.7.7"))
+        assert len(admission) == MAX_HANDSHAKES
+        ended = [one for one in begun if one.scope.cancel_called]
+        assert len(ended) == 2
+        assert len({one.subnet for one in ended}) == 2, "of those who have most"
+
+    trio.run(rule, clock=MockClock())
+
+
 def test_a_crowd_shakes_hands_only_so_fast() -> None:
     async def rule() -> None:
         admission = AdmissionControl(capacity=10_000)
@@ -219,6 +239,30 @@ def test_a_crowd_shakes_hands_only_so_fast() -> None:
         assert admission.admit("9.9.9.9") is not None
 
     trio.run(rule, clock=MockClock())
+
+
+def test_attack_hosts_that_begin_handshakes_and_end_none(scene: Scene) -> None:
+    """Eight hosts, each with as many as one may have, and another one as soon as the victim ends one."""
+
+    async def attack() -> None:
+        async with trio.open_nursery() as nursery:
+            for source in [new_source() for _ in range(8)]:
+                for _ in range(MAX_HANDSHAKES_PER_SUBNET):
+                    nursery.start_soon(stall, source)
+            await trio.sleep(2)
+            for _ in range(3):
+                await scene.assert_served()
+            nursery.cancel_scope.cancel()
+
+    async def stall(source: str) -> None:
+        while True:
+            with contextlib.suppress(OSError, trio.BrokenResourceError):
+                async with await raw(scene.address, source=source) as stream:
+                    while await stream.receive_some():
+                        pass
+            await trio.sleep(0.05)
+
+    trio.run(attack)
 
 
 def test_a_flood_of_peers(scene: Scene) -> None:
