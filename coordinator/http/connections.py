@@ -11,7 +11,6 @@ import asyncio
 import fcntl
 import logging
 import re
-import resource
 import socket
 import termios
 from collections import Counter
@@ -29,15 +28,10 @@ from coordinator.errors import CannotListen
 from coordinator.http.errors import BODY_RECEIVED, error_body
 from node.protocol.reasons import Reason, Refusal
 from shardcast.rate_limit import canonical_address, network_of
+from shardcast.serve import open_files
 
 SEND_BUFFER_BYTES = 256 * 1024
 """Kernel send buffer of a connection: bytes sent before a slow reader is noticed."""
-
-OTHER_FILES = 1024
-"""File descriptors besides connections: three per database connection, and blobs being transferred."""
-
-SCARCE_SHARE = 3
-"""Connections take one in so many descriptors where there are few: the database, threads and bursts need the others."""
 
 ACCEPTED_AT_ONCE, QUEUED = 4, 2048
 """Accepted in one turn of the event loop, each a descriptor before its quota is known; and queued by the kernel."""
@@ -339,23 +333,14 @@ def server_config(app: FastAPI, limits: ConnectionLimits = DEFAULT_CONNECTION_LI
 
 
 def allow_connections(limits: ConnectionLimits) -> ConnectionLimits:
-    """Raise this process's limit of open files to what its connections need; return the limits that it has room for.
-
-    Where the hard limit is low there are fewer connections: without a descriptor to spare nothing would be answered.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = max(soft, limits.connections + OTHER_FILES)
-    if hard != resource.RLIM_INFINITY:
-        files = min(files, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    connections = min(limits.connections, max(files - OTHER_FILES, files // SCARCE_SHARE))
+    """Raise this process's limit of open files to what its connections need; return the limits that it has room for."""
+    connections = open_files.allow_connections(limits.connections)
     if connections < limits.connections:
         log.warning(
-            "%d connections need %d open files, the hard limit is %d: taking %d at a time; raise the limit or lower "
-            "--max-connections",
+            "%d connections need %d open files, more than the hard limit (ulimit -Hn): taking %d at a time; raise the "
+            "limit or lower --max-connections",
             limits.connections,
-            limits.connections + OTHER_FILES,
-            hard,
+            limits.connections + open_files.OTHER_FILES,
             connections,
         )
     return replace(limits, connections=connections)

@@ -2,7 +2,8 @@
 
 aiohttp bounds the request line and headers, and closes a connection that sends no complete request within
 `idle_timeout_s`. Added here: limits on connections per address and in total, enforced at accept, and TCP_USER_TIMEOUT,
-which ends a peer that stops reading.
+which ends a peer that stops reading. Where all connections are taken, the address with most of them makes room for one
+with fewer, or a handful of addresses could keep all others out.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from traceback import walk_tb
-from typing import Any
 
 from aiohttp import web
 
 from shardcast.errors import LocalFault
+from shardcast.rate_limit import network_of
+from shardcast.serve.open_files import allow_connections
 from shardcast.serve.refusals import without_expectations
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,10 @@ class Listener:
         self._socket = bound
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._opening: dict[asyncio.Task[None], tuple[Any, ...]] = {}
+        self._opening = set[asyncio.Task[None]]()
+        self._networks: dict[web.RequestHandler, str] = {}
+        self._held: dict[str, dict[web.RequestHandler, None]] = {}  # by network, each one's oldest first
+        self._server.connection_lost = self._lost  # type: ignore[method-assign]
         self._pause: asyncio.TimerHandle | None = None
         self.refused = 0
         self._start_accepting()
@@ -83,7 +88,7 @@ class Listener:
 
     @property
     def connections(self) -> int:
-        return len(self._server.connections)
+        return len(self._networks)
 
     async def stop(self) -> None:
         """Stop accepting, then close open connections."""
@@ -108,29 +113,54 @@ class Listener:
             self._loop.remove_reader(self._socket)
             self._pause = self._loop.call_later(0.1, self._start_accepting)
             return
-        host = str(address[0])
-        if not self._has_room(host):
+        network = network_of(str(address[0]))
+        if not self._make_room(network):
             self.refused += 1
             connection.close()
             return
         connection.setblocking(False)
-        task = self._loop.create_task(self._open(connection))
-        self._opening[task] = address
-        task.add_done_callback(self._opening.pop)
+        handler = self._server()
+        self._networks[handler] = network
+        self._held.setdefault(network, {})[handler] = None
+        task = self._loop.create_task(self._open(connection, handler))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
-    async def _open(self, connection: socket.socket) -> None:
+    async def _open(self, connection: socket.socket, handler: web.RequestHandler) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._server, connection)
+            await self._loop.connect_accepted_socket(lambda: handler, connection)
         except OSError as error:
             logger.debug("connection closed during setup: %s", error)
             connection.close()
+            self._forget(handler)
 
-    def _has_room(self, host: str) -> bool:
-        # Deduplicated by (host, port): a connection may briefly be both opening and registered with the server.
-        peers = {handler.peername for handler in self._server.connections} | set(self._opening.values())
-        from_host = sum(1 for peer in peers if peer is not None and peer[0] == host)
-        max_from_host = self._limits.max_connections_per_address
-        return len(peers) < self._limits.max_connections and (max_from_host is None or from_host < max_from_host)
+    def _make_room(self, network: str) -> bool:
+        """Return whether another connection of `network` fits, after ending the oldest of who has most if need be."""
+        of_network, most = len(self._held.get(network, ())), self._limits.max_connections_per_address
+        if most is not None and of_network >= most:
+            return False
+        if self.connections < self._limits.max_connections:
+            return True
+        largest = max(self._held.values(), key=len)
+        if len(largest) <= of_network + 1:  # who is pushed out by it would push it out in turn
+            return False
+        oldest = next(iter(largest))
+        self._forget(oldest)
+        if oldest.transport is not None:
+            oldest.transport.abort()
+        self.refused += 1
+        return True
+
+    def _lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        self._forget(handler)
+        type(self._server).connection_lost(self._server, handler, exc)
+
+    def _forget(self, handler: web.RequestHandler) -> None:
+        network = self._networks.pop(handler, None)
+        if network is not None:
+            del self._held[network][handler]
+            if not self._held[network]:
+                del self._held[network]
 
 
 async def listen(
@@ -143,6 +173,11 @@ async def listen(
     except OSError as error:
         raise LocalFault(f"cannot listen on {host}:{port}: {error.strerror or error}", code="cannot_bind") from error
     bound.setblocking(False)
+    allowed = allow_connections(limits.max_connections)
+    if allowed < limits.max_connections:
+        logger.warning(
+            "taking %d connections at a time: raise the hard limit of open files (ulimit -Hn) for more", allowed
+        )
     # Inherited by accepted sockets. Keepalive probes do not detect a live peer that reads nothing.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.unread_timeout_s * 1000))
     runner = web.AppRunner(
@@ -158,4 +193,4 @@ async def listen(
         max_headers=limits.max_headers,
     )
     await runner.setup()
-    return Listener(runner, bound, limits)
+    return Listener(runner, bound, replace(limits, max_connections=allowed))

@@ -192,3 +192,23 @@ async def test_a_flood_of_connections_from_one_address_leaves_room_for_others(sc
     assert listener.connections <= 20 + 16 + 4
     for peer in flood:
         peer.close()
+
+
+async def test_idle_connections_from_a_handful_of_addresses_leave_room_for_others(scene: Scene) -> None:
+    """Each holds what an address may, so that all are taken: who has most gives way, and not who comes."""
+    limits = ServerLimits(max_connections=60, max_connections_per_address=20, idle_timeout_s=300.0)
+    url, relay = await scene.relay(scene.url, server_limits=limits)
+    port = int(url.rsplit(":", 1)[1])
+    addresses = [f"127.0.0.{number}" for number in range(2, 8)]
+    flood = [
+        socket.create_connection(("127.0.0.1", port), source_address=(address, 0))
+        for address in addresses
+        for _ in range(20)
+    ]
+    listener = relay._listener
+    assert listener is not None
+    await eventually(lambda: listener.connections + listener.refused >= 120)
+    assert await fetched(scene.client(url)) == (scene.folder / "weights").read_bytes()
+    await eventually(lambda: listener.connections <= 60)
+    for peer in flood:
+        peer.close()
