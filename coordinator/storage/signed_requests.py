@@ -26,6 +26,7 @@ KEPT_SECONDS: Final = 2.0 * MAX_CLOCK_SKEW_SECONDS
 
 _INSERT = Prepared(insert_into(nonces, "nonce", "expires_at"))
 _DELETE_EXPIRED = Prepared(delete(nonces).where(nonces.c.expires_at < bindparam("now")))
+_SERVERS_CLOCK = Prepared(text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)"))
 _SAVEPOINT, _ROLL_BACK = Prepared(text("SAVEPOINT asked")), Prepared(text("ROLLBACK TO SAVEPOINT asked"))
 
 
@@ -35,6 +36,7 @@ class SignedRequestLog:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._forgot_at = -math.inf
+        self._behind: float | None = None
         self._clock_ahead = -math.inf  # a start counts as a step: the clock may be ahead already
         self._settled_at = -math.inf
 
@@ -62,12 +64,14 @@ class SignedRequestLog:
             raise failure
 
     def _insert(self, connection: Connection, nonce: str, *, now: float, uptime: float) -> None:
-        if not 0 <= now - self._forgot_at < FORGET_SECONDS:
+        if self._behind is None or not 0 <= now - self._forgot_at < FORGET_SECONDS:
             self._forgot_at = now  # at once, so that no two threads delete the same ones
-            if self._is_settled(now, uptime=uptime):
-                _DELETE_EXPIRED.run(connection, {"now": now})
+            shared, uptime = shared_clock(connection, now=now, uptime=uptime)
+            self._behind = shared - now
+            if self._is_settled(shared, uptime=uptime):
+                _DELETE_EXPIRED.run(connection, {"now": shared})
         try:
-            _INSERT.run(connection, {"nonce": nonce, "expires_at": now + KEPT_SECONDS})
+            _INSERT.run(connection, {"nonce": nonce, "expires_at": now + self._behind + KEPT_SECONDS})
         except IntegrityError as error:
             raise Refusal(Reason.REPLAYED_REQUEST, "Its nonce was used.") from error
 
@@ -77,3 +81,10 @@ class SignedRequestLog:
             self._settled_at = uptime + KEPT_SECONDS
         self._clock_ahead = now - uptime
         return uptime >= self._settled_at
+
+
+def shared_clock(connection: Connection, *, now: float, uptime: float) -> tuple[float, float]:
+    """Return the clock by which nonces expire, and the uptime beside it: PostgreSQL's, as coordinators' may differ."""
+    if connection.dialect.name != "postgresql":
+        return now, uptime
+    return float(_SERVERS_CLOCK.scalar(connection)), monotonic()

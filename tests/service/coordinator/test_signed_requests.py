@@ -7,6 +7,7 @@ own choosing: also those that were refused then, and would be taken now.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -55,6 +56,7 @@ def uptime(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """For how long the machine has run, whatever its clock says."""
     seconds = [NOW]
     monkeypatch.setattr(signed_requests, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(signed_requests, "shared_clock", lambda _connection, now, uptime: (now, uptime))
     return seconds
 
 
@@ -173,6 +175,30 @@ def test_attack_a_request_is_sent_again_to_a_coordinator_that_started_with_its_c
         uptime[0] = NOW + second
         assert not is_replay(restarted, claim_of(home, at=NOW + 3600 + second), now=NOW + 3600 + second)
     assert is_replay(restarted, heard, now=NOW + 10)
+
+
+@pytest.mark.parametrize("ahead", [300, -300])
+def test_attack_a_request_is_sent_again_to_one_of_two_coordinators_whose_clocks_differ(
+    tmp_path: Path, postgresql_url: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than a nonce is kept: each would forget what is still good by the other's clock."""
+    seconds = [0.0]
+    monkeypatch.setattr(signed_requests, "monotonic", lambda: seconds[0])
+    home = create_home(tmp_path, public_key=PUBLIC_KEY, spec=spec_of(), database_url=postgresql_url)
+    one, other = (Coordinator(home, key=Ed25519PrivateKey.generate()) for _ in range(2))
+    now = time.time()
+    for each, clock in ((one, now), (other, now + ahead)):
+        assert not is_replay(each, claim_of(home, at=clock), now=clock)
+    seconds[0] += signed_requests.KEPT_SECONDS + 10
+    heard = claim_of(home, at=now)
+    assert not is_replay(one, heard, now=now + 1)
+    heard_there = claim_of(home, at=now + ahead)
+    assert not is_replay(other, heard_there, now=now + ahead + 1)
+    for each, clock in ((one, now), (other, now + ahead)):
+        assert not is_replay(each, claim_of(home, at=clock + 3), now=clock + 3)
+    assert is_replay(one, heard, now=now + 5)
+    assert is_replay(other, heard_there, now=now + ahead + 5)
+    home.database.close()
 
 
 def test_nonces_are_forgotten_though_requests_wait_for_the_database(
