@@ -7,6 +7,7 @@ Pure, and a function of the log alone: the coordinator follows it as it writes t
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -117,7 +118,7 @@ class Account:
     void: int = 0
     full: int = 0
     drawn: Draws = Draws()
-    _pending: dict[str, _Pending] = field(default_factory=dict)
+    _pending: OrderedDict[str, _Pending] = field(default_factory=OrderedDict)  # the longest pending first
 
     @property
     def pending(self) -> int:
@@ -145,12 +146,13 @@ class Account:
     def _admit(self, entry: CreditedVerdict, *, rules: StandingSpec) -> None:
         if entry.spot is not None:
             self._pending[entry.submission] = _Pending(entry.tokens, since=self.full)
+            self._pending.move_to_end(entry.submission)
             return
         self.standing = self.standing.after(entry.outcome, full=True, rules=rules)
         self.full += 1
         self.vested += entry.tokens
-        ripe = [name for name, one in self._pending.items() if self.full - one.since >= rules.vesting]
-        self.vested += sum(self._pending.pop(name).tokens for name in ripe)
+        while self._pending and self.full - next(iter(self._pending.values())).since >= rules.vesting:
+            self.vested += self._pending.popitem(last=False)[1].tokens
 
     def _settle(self, entry: CreditedVerdict, *, rules: StandingSpec) -> frozenset[str]:
         pending = self._pending.pop(entry.submission, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -75,6 +76,16 @@ def test_credit_for_what_was_not_measured_is_pending_until_enough_was() -> None:
     assert (account(entries).vested, account(entries).pending) == (400, 100)
     entries.append(admitted(6))
     assert (account(entries).vested, account(entries).pending) == (600, 0)
+
+
+def test_attack_a_log_of_slots_that_stay_pending_is_followed_in_bounded_time() -> None:
+    """An operator could otherwise keep every auditor busy for days, with a log that its rules allow."""
+    begun, found = time.process_time(), Account()
+    rules = msgspec.structs.replace(RULES, vesting=10**6)
+    for entry in (*(spot(number) for number in range(20_000)), *(admitted(number) for number in range(20_000, 40_000))):
+        found.follow(entry, rules=rules)
+    assert (found.vested, found.pending) == (2_000_000, 2_000_000)
+    assert time.process_time() - begun < 8
 
 
 def test_a_rejection_voids_what_is_pending_and_nothing_else() -> None:
