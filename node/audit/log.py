@@ -185,6 +185,11 @@ class _Checker:
         if entry.version <= self._newest:
             self._note(index, "policy_order", f"Policy {entry.version} after policy {self._newest}.")
             return
+        if entry.version > self._step + 1:
+            detail = (
+                f"Policy {entry.version} was published, and what step {entry.version - 1} trained on is not logged."
+            )
+            self._note(index, "unlogged_step", detail)
         self._newest = entry.version
         self._manifests[entry.version] = entry.manifest_digest
 
@@ -298,6 +303,8 @@ class _Checker:
     def _check_batch(self, index: int, entry: BatchEntry) -> None:
         if entry.step <= self._step:
             self._note(index, "batch_order", f"Step {entry.step} after step {self._step}.")
+        elif entry.step > self._step + 1:
+            self._note(index, "unlogged_step", f"Step {entry.step} comes where step {self._step + 1} should.")
         self._step = max(self._step, entry.step)
         if unused := self._owed.keys() - self._used.keys():
             owed = min(unused)

@@ -199,7 +199,7 @@ def altered_leaf(number: int, before: bytes, after: bytes) -> Callable[[str, byt
         (2, b'"rewards":[0.0', b'"rewards":[1.0', {"root", "receipt", "rewards"}),
         (2, b'"token_margin":', b'"token_margin":9', {"root", "receipt", "contradiction"}),
         (2, b'"recheck":false', b'"recheck": false', {"root", "encoding", "receipt", "batch"}),
-        (4, b'"submissions":["', b'"submissions":["00","', {"root", "encoding"}),
+        (4, b'"submissions":["', b'"submissions":["00","', {"root", "encoding", "policy"}),
         (4, b'"step":0', b'"step":4', {"root", "batch"}),
     ],
 )

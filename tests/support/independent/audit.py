@@ -110,6 +110,8 @@ class LogAudit:
         if self.policies and entry["version"] <= max(self.policies):
             self._note("policy", "versions rise strictly")
             return
+        if entry["version"] > self._step + 1:
+            self._note("policy", f"version {entry['version']} comes before step {entry['version'] - 1}")
         self.policies[entry["version"]] = entry["manifest_digest"], len(self.entries)
 
     def published(self, before: int) -> frozenset[int]:
@@ -260,8 +262,8 @@ class LogAudit:
     # Batches: one method per rule, so that a new field is one line in messages.py and one rule here.
 
     def _batch(self, entry: Entry) -> None:
-        if entry["step"] <= self._step:
-            self._note("batch", "steps rise strictly")
+        if entry["step"] != self._step + 1:
+            self._note("batch", "each step is one more than the last")
         self._step = max(self._step, entry["step"])
         unmet = [name for name in self.owed if name not in self.used]
         if unmet:

@@ -23,6 +23,7 @@ from logged import (
     policy,
     rejected,
     replace,
+    submission,
     together,
     unmeasured,
 )
@@ -189,8 +190,8 @@ def test_pools_are_those_before_the_policy_and_no_later_ones() -> None:
     late = in_pools(40, right_candidate(40, 0, lambda _: None), rewards=(1.0, 1.0))
     easy = [in_pools(50 + n, right_candidate(n, 1, solved_all), version=1, slot=n) for n in range(20)]
     stale = [in_pools(50 + n, right_candidate(n, 1, lambda _: None), version=1, slot=n) for n in range(20)]
-    assert pool_codes(policy(0), *solved, policy(1), late, *easy) == []
-    assert {code for code, _ in pool_codes(policy(0), *solved, policy(1), *stale)} == {"wrong_pool"}
+    assert pool_codes(policy(0), *solved, batch(0, 0), policy(1), late, *easy) == []
+    assert {code for code, _ in pool_codes(policy(0), *solved, batch(0, 0), policy(1), *stale)} == {"wrong_pool"}
 
 
 def test_rewards_of_any_size_end_no_audit() -> None:
@@ -230,6 +231,12 @@ ATTACKS: dict[str, tuple[list[LogEntry | None], list[tuple[str, int]]]] = {
     "no rules": (list(HONEST[1:]), [("wrong_rules", 0)]),
     "rules changed half way": ([*HONEST, RULES], [("wrong_rules", 11)]),
     "one version twice": ([*HONEST, policy(1)], [("policy_order", 11)]),
+    "a policy trained on what the log does not say": ([*HONEST, policy(3)], [("unlogged_step", 11)]),
+    "a policy published before its step is logged": (
+        [*HONEST[:7], policy(1), HONEST[7]],
+        [("unlogged_step", 7)],
+    ),
+    "a step left out": ([*HONEST, batch(3, gaps=[(1, 0)])], [("unlogged_step", 11)]),
     "an older policy published anew": ([*HONEST, policy(0)], [("policy_order", 11)]),
     "a verdict on a policy nobody saw": ([*HONEST, admitted(9, version=7)], [("unknown_policy", 11)]),
     "a verdict on other weights": (edited(2, admitted(1, manifest_digest="99" * 32)), [("unknown_policy", 2)]),
@@ -244,8 +251,14 @@ ATTACKS: dict[str, tuple[list[LogEntry | None], list[tuple[str, int]]]] = {
     ),
     "one group trained on twice": ([*HONEST, batch(2, 6, gaps=[(1, 0)])], [("batch_reuse", 11)]),
     "one group twice in a step": (edited(7, batch(0, 1, 1)), [("batch_reuse", 7)]),
-    "work that is too old": ([*HONEST[:7], batch(2, 1, gaps=[(0, 0), (0, 2)])], [("batch_stale", 7)]),
-    "work of a later policy": ([*HONEST[:7], policy(1), admitted(6, version=1), batch(0, 6)], [("batch_stale", 9)]),
+    "work that is too old": (
+        [*replace_last_batch(submissions=(submission(6),)), batch(2, 3, gaps=[(1, 0)])],
+        [("batch_stale", 11)],
+    ),
+    "work of a later policy": (
+        [*HONEST[:9], policy(2), admitted(8, version=2, slot=0), batch(1, 8, gaps=[(0, 0), (0, 2)])],
+        [("unlogged_step", 9), ("batch_stale", 11)],
+    ),
     "a step done again": ([*HONEST, batch(1)], [("batch_order", 11)]),
     "admitted over its limit": (edited(2, admitted(1, figures=WRONG)), [("contradictory_verdict", 2)]),
     "admitted without figures": (edited(2, admitted(1, figures=None)), [("contradictory_verdict", 2)]),
