@@ -37,6 +37,7 @@ class SessionTally:
     status: Status | None = None
     """The worker's status function; None before it has joined."""
     _first_lease: float | None = None
+    _last_generated: float = 0.0
 
     def __post_init__(self) -> None:
         self.began = self.clock()
@@ -48,6 +49,8 @@ class SessionTally:
             self.counts[_COUNTED[kind]] += 1
         if kind is EventKind.LEASED and self._first_lease is None:
             self._first_lease = self.clock()
+        if kind is EventKind.GENERATED:
+            self._last_generated = self.clock()
         if kind is EventKind.ADMITTED:
             self.credit_tokens += keys["tokens"]
         if kind is EventKind.REJECTED:
@@ -64,7 +67,7 @@ class SessionTally:
             "seconds": round(self.clock() - self.began, 1),
             "tokens": tokens,
             "tokens_per_s": now.get("tokens_per_s", 0.0),
-            "mean_tokens_per_s": self._mean(tokens),
+            "mean_tokens_per_s": self._mean(tokens, is_over=now.get("run_is_over", False)),
             "under_way": len(now.get("slots", ())),
             **{name: self.counts[name] for name in _COUNTED.values()},
             "waiting": max(0, now.get("undelivered", 0) - now.get("uploading", 0)),
@@ -78,11 +81,12 @@ class SessionTally:
             "standing": now.get("standing"),
         }
 
-    def _mean(self, tokens: int) -> float:
-        """Return tokens per second since the first slot was leased."""
+    def _mean(self, tokens: int, *, is_over: bool) -> float:
+        """Return tokens per second from the first lease until now, once the run is over until the last slot's end."""
         if self._first_lease is None:
             return 0.0
-        return round(tokens / max(self.clock() - self._first_lease, 1.0), 1)
+        until = self._last_generated if is_over else self.clock()
+        return round(tokens / max(until - self._first_lease, 1.0), 1)
 
 
 def newest(status: dict[str, Any]) -> int | None:

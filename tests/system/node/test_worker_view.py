@@ -105,6 +105,17 @@ def plain(shown):
     return [line.plain for line in shown]
 
 
+def test_the_mean_of_a_run_that_is_over_does_not_fall_any_more():
+    now = 100.0
+    counted = account(run_is_over=True, tokens=5000)
+    counted.clock = lambda: now
+    counted.count(EventKind.LEASED, {})
+    now = 150.0
+    counted.count(EventKind.GENERATED, {})
+    now = 1e6
+    assert counted.sums()["mean_tokens_per_s"] == 100.0
+
+
 # -- the picture
 
 
