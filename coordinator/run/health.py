@@ -59,7 +59,7 @@ NO_VERIFIER: Final = Rule(
     "no_verifier", State.STOPPED, "swarmproof verifier --data DATA --state STATE", "SwarmproofNoVerifier"
 )
 VERIFIER_WAITS: Final = Rule(
-    "verifier_waits", State.SLOW, "the verifier's log names the file; it goes on by itself once that is mended"
+    "verifier_waits", State.SLOW, "the verifier's log names the file or address; it goes on by itself once that serves"
 )
 NO_RELAY: Final = Rule("no_relay", State.STOPPED, "swarmproof coordinator ... --relay http://TRAINER:8710")
 NO_LEADER: Final = Rule("no_leader", State.SLOW, "swarmproof coordinator --role leader", "SwarmproofNoLeader")
@@ -79,6 +79,7 @@ _TROUBLES: Final[Mapping[str, str]] = {
     "disk_fails": "its disk fails",
     "database_away": "it cannot use the database",
     "store_away": "it cannot reach the object store",
+    "no_source": "none of its --source addresses serves policies",
 }
 
 

@@ -35,6 +35,10 @@ PATIENCE_SECONDS = 5.0
 """How long a submission waits for its policy before it is deferred; the fetch continues."""
 
 PREFETCH_SECONDS = 1.0
+NO_SOURCE_SECONDS = 30.0
+"""How long all fetches have failed before it is said what to do: sources restart, and a new version comes late."""
+
+NO_SOURCE = "no_source"
 BLUEPRINTS_IN_MEMORY = 16
 PERMANENT = frozenset({DoesNotFit.code, WrongEngine.code})
 """Codes of an EngineFailed that no other try mends."""
@@ -77,7 +81,8 @@ class PolicyCache:
         self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
         self._fetching: dict[int, _Fetching] = {}
         self.trouble = ""
-        """What the newest fetch that ended failed by, on this machine's side: a code of `trouble_of`, else ""."""
+        """Why no policy can be had: a code of `trouble_of`, NO_SOURCE where no source has served one for a while."""
+        self._failing_since: float | None = None
 
     async def blueprint(self, version: int) -> Blueprint:
         """Return policy `version` without its weights; raises PolicyUnavailable."""
@@ -159,16 +164,32 @@ class PolicyCache:
         if not fetching.task.done():
             raise PolicyUnavailable(f"policy {version} is being fetched")
         self._fetching.pop(version, None)
-        self.trouble = ""
         try:
-            return fetching.task.result()
+            path = fetching.task.result()
         except ShardcastError as error:
             self._metrics.policy_failures.inc()
-            if isinstance(error, LocalFault):
-                self.trouble = trouble_of(error)
+            self.trouble = trouble_of(error) if isinstance(error, LocalFault) else self._source_trouble(version, error)
             if error.code == "disk_full":
                 self._shelf.close_files()
             raise PolicyUnavailable(f"policy {version}: {error}") from error
+        self.trouble, self._failing_since = "", None
+        return path
+
+    def _source_trouble(self, version: int, error: ShardcastError) -> str:
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        if now - self._failing_since < NO_SOURCE_SECONDS:
+            return ""
+        if self.trouble != NO_SOURCE:
+            log.error(
+                "no source has served a policy for %.0f s (policy %d: %s), and nothing is judged without. See that the "
+                "trainer runs, and start this verifier with --source and the origin that the trainer prints; retrying",
+                now - self._failing_since,
+                version,
+                error,
+            )
+        return NO_SOURCE
 
     async def _fetch_timed(self, version: int, manifest_digest: str) -> Path:
         started = time.monotonic()

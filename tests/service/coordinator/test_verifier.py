@@ -226,6 +226,24 @@ async def test_a_policy_that_no_source_serves_is_away(run: Run, tmp_path: Path) 
         for ask in (shelf.blueprint, shelf.prefill):
             with pytest.raises(PolicyUnavailable):
                 await ask(0)
+        assert shelf.trouble == "", "a source may restart"
+
+
+async def test_a_verifier_whose_sources_stay_away_says_once_what_to_do_until_one_serves(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(policy_shelf, "NO_SOURCE_SECONDS", 0.0)
+    home = run.swarm.home
+    async with Client(home.run_id, home.public_key, ["http://127.0.0.1:9"], tmp_path / "shelf") as client:
+        cache = cache_of(run, client, tmp_path)
+        for _ in range(2):
+            with pytest.raises(PolicyUnavailable):
+                await cache.prefill(0)
+        assert cache.trouble == "no_source"
+        assert caplog.text.count("start this verifier with --source") == 1
+        client.set_sources([run.swarm.origin_url])
+        await cache.prefill(0)
+        assert cache.trouble == ""
 
 
 async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_policy(

@@ -70,6 +70,12 @@ def test_a_run_whose_parts_are_all_there_works():
             "waits: its disk is full.",
         ),
         ({"heartbeats": waiting(Role.VERIFIER, "no_access")}, State.SLOW, "verifier_waits", "A verifier waits: it may"),
+        (
+            {"heartbeats": waiting(Role.VERIFIER, "no_source")},
+            State.SLOW,
+            "verifier_waits",
+            "--source addresses serves",
+        ),
         ({"has_sources": False}, State.STOPPED, "no_relay", "workers cannot fetch policies"),
         ({"waiting_since": NOW - 700}, State.SLOW, "queue_too_old", "has waited 12 min for a verdict"),
         ({"last_step_at": NOW - 7300}, State.SLOW, "no_step", "No training step has ended for 2.0 h."),
