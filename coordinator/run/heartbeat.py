@@ -11,7 +11,7 @@ from typing import Final
 from coordinator.run.background import background_thread
 from coordinator.run.home import Home
 from coordinator.storage.faults import DatabaseFault, advice
-from coordinator.storage.heartbeats import Role, beat
+from coordinator.storage.heartbeats import Role, beat, last_beat
 from coordinator.storage.verdicts import clock
 
 log = logging.getLogger(__name__)
@@ -28,13 +28,30 @@ class Condition:
 
 @contextmanager
 def heartbeat(home: Home, role: Role, name: str, condition: Condition) -> Iterator[None]:
-    """Context manager during which a thread notes the process `name` as there, and its condition."""
+    """Context manager during which a thread notes the process `name` as there, and its condition.
+
+    It logs an error when another running process of the role has the same name.
+    """
 
     def keep_beating(stop: threading.Event) -> None:
+        last: float | None = None
+        has_warned = False
         while True:
             try:
+                now = clock()
                 with home.database.write(durable=False) as connection:
-                    beat(connection, role, name, now=clock(), trouble=condition.trouble)
+                    before = last_beat(connection, role, name)
+                    beat(connection, role, name, now=now, trouble=condition.trouble)
+                is_shared = last is not None and before is not None and before > last
+                last = now
+                if is_shared and not has_warned:
+                    has_warned = True
+                    log.error(
+                        "another %s of this run runs under the name %s: each takes over what the other has begun. End "
+                        "one of them; verifiers may have a --name each",
+                        role.value,
+                        name,
+                    )
             except (DatabaseFault, OSError) as error:
                 log.debug("no heartbeat was written: %s", advice(error))
             if stop.wait(BEAT_SECONDS):

@@ -44,6 +44,12 @@ def beat(connection: Connection, role: Role, name: str, *, now: float, trouble: 
     connection.execute(delete(heartbeats).where(heartbeats.c.seen_at < now - FORGET_SECONDS))
 
 
+def last_beat(connection: Connection, role: Role, name: str) -> float | None:
+    """Return when the process `name` last gave a sign of life, None if it never did."""
+    row = select(heartbeats.c.seen_at).where(heartbeats.c.role == role.value, heartbeats.c.name == name)
+    return connection.execute(row).scalar()
+
+
 def read_heartbeats(connection: Connection) -> list[Heartbeat]:
     """Return the last sign of life of every process, the newest first."""
     rows = connection.execute(select(heartbeats).order_by(heartbeats.c.seen_at.desc()))

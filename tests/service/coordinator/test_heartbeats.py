@@ -44,6 +44,28 @@ def test_what_a_trainer_waits_for_is_part_of_the_runs_health_until_it_goes_on(tm
     home.database.close()
 
 
+def test_two_verifiers_of_one_name_are_told_apart_from_one_that_was_restarted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("coordinator.run.heartbeat.BEAT_SECONDS", 0.01)
+    spec = parse_run_toml(small_run_toml("names", steps=12, groups_per_step=2))
+    home = create_home(tmp_path / "run", public_key=PUBLIC_KEY, spec=spec)
+
+    def beats(since: float = 0.0) -> bool:
+        with home.database.read() as connection:
+            return any(one.seen_at > since for one in read_heartbeats(connection))
+
+    for _ in range(2):
+        with heartbeat(home, Role.VERIFIER, "verifier-1", Condition()):
+            now = clock()
+            until(lambda since=now: beats(since))
+    assert "another verifier" not in caplog.text
+    with (
+        heartbeat(home, Role.VERIFIER, "verifier-1", Condition()),
+        heartbeat(home, Role.VERIFIER, "verifier-1", Condition()),
+    ):
+        until(lambda: "another verifier of this run runs under the name verifier-1" in caplog.text)
+    home.database.close()
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
