@@ -114,6 +114,7 @@ HINTS: Final[dict[str, str]] = {
     "equivocation": f"Keep the state folder: it has the proof that two policies were signed as one. {_ASK}",
     "network_fault": "Try again when the network is up, or name another source.",
     "unreachable": "See whether the other side runs, and whether its address can be reached from here.",
+    "bad_url": "Give it as http://HOST:PORT; a trainer, relay or publisher prints its address when it starts.",
     "not_served": "Ask a source that has it: the origin (a trainer or a publisher, port 8710) keeps every version, "
     "relays the last ones, and a coordinator none.",
     "no_head": "Try again when something is published.",
