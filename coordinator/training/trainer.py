@@ -144,6 +144,7 @@ class Trainer:
                 self._stop.wait(RETRY_SECONDS)
         if self._team.has_unsaved and not self._is_repeating:
             self._team.save(self._team.learner.stats)
+        log.info("stopped; started again with the same --state, this trainer goes on from here")
 
     def _work(self) -> None:
         self._publisher.settle()

@@ -164,9 +164,11 @@ def test_a_trainer_that_is_stopped_keeps_what_it_has_trained(tmp_path: Path, cap
             if step == 1:
                 trainer.stop()
 
+    caplog.set_level("INFO")
     with run_in(tmp_path) as home:
         with trainer_of(home, tmp_path, tracker=Stopping(), checkpoint_every=100) as trainer:
             trainer.run()
+        assert "stopped; started again with the same --state" in caplog.text
         (kept,) = checkpoints(tmp_path / "checkpoints")
         assert 1 <= int(kept.name[-8:]) < STEPS
         train_to_the_end(home, tmp_path, checkpoint_every=100)
