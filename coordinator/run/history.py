@@ -57,7 +57,10 @@ class KeptHistory:
         except PeerFault as error:
             raise BadConfiguration(f"{self.path} cannot be read as a checkpoint of this run: {error}") from error
         if kept.origin != origin_of(self._run_id):
-            raise BadConfiguration(f"{self.path} is the checkpoint of another run, {kept.origin[:32]}…")
+            raise BadConfiguration(
+                f"{self.path} is the checkpoint of another run, {kept.origin[:32]}…: name the folder of this run, or a "
+                "new one"
+            )
         return kept
 
     def check(self, connection: Connection) -> Checkpoint | None:

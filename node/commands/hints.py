@@ -54,7 +54,8 @@ HINTS: Final[dict[str, str]] = {
     "environment_fault": f"{_UPDATE} The run says which environments it needs.",
     "unknown_environment": "`swarmproof env install PACKAGE --run run.toml` names one of a package.",
     "claimed_twice": "Leave `package` out of run.toml, or rename the environment.",
-    "not_installed": "Read the package first; `swarmproof env install` installs it, `swarmproof env list` shows all.",
+    "not_installed": "Read the package first; `swarmproof env install` installs it, `swarmproof env list` shows all, "
+    "and what each offers.",
     "several_environments": "Name one as NAME==VERSION, or by the beginning of its lock's digest.",
     "bad_name": "Such as `swarmproof env new largest-number`.",
     "bad_lock": "Take the lock that the run's operator has; `swarmproof env install` writes one.",

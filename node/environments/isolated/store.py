@@ -99,7 +99,7 @@ class EnvironmentStore:
             or (len(name) >= 6 and one.folder.name.startswith(name))
         ]
         if not found:
-            raise EnvironmentFault(f"no environment {name} is installed here", code="not_installed")
+            raise EnvironmentFault(f"no environment package {name} is installed here", code="not_installed")
         if len(found) > 1:
             which = ", ".join(f"{one.lock.version} ({one.folder.name[:12]})" for one in found)
             raise EnvironmentFault(f"there are several environments {name}: {which}", code="several_environments")
