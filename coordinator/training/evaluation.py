@@ -19,7 +19,7 @@ from statistics import fmean, median
 import msgspec
 
 from coordinator.training.measured import NOTHING_MEASURED, CompletionOutcome, MeasuredBefore
-from node.engines.base import Engine, Interrupted, MakeEngine, SampleRequest
+from node.engines.base import Engine, EngineError, Interrupted, MakeEngine, SampleRequest
 from node.engines.torch import MAX_ROWS, TorchEngine
 from node.environments import (
     NO_DATASETS,
@@ -32,6 +32,7 @@ from node.environments import (
 )
 from node.episodes.conversation import asking, graded, turn_rules
 from node.errors import NodeError
+from node.policy.errors import PolicyError
 from node.policy.file import Blueprint, render_prompt
 from node.protocol.run import ProofSpec, RunSpec, SamplingSpec
 from node.protocol.slots import SEED_BYTES
@@ -131,6 +132,29 @@ def evaluate_policy(
         reward=sum(reward * weight for reward, weight in judged) / weights if judged else None,
         environments=tuple(found),
     )
+
+
+def held_out_rewards(
+    policy: Path,
+    *,
+    step: int,
+    spec: RunSpec,
+    settings: EvaluationSettings,
+    datasets: Mapping[str, Path],
+    stop: Callable[[], bool],
+) -> dict[str, float]:
+    """Return mean rewards of policy `step`, by environment as a tracker names them; nothing if this machine cannot
+    tell or was stopped.
+    """
+    try:
+        found = evaluate_policy(policy, spec=spec, settings=settings, datasets=datasets, stop=stop)
+    except (NodeError, EngineError, PolicyError) as error:
+        log.warning("policy %d not evaluated: %s", step, error)
+        return {}
+    rewards = {f"evaluation/{each.name}": each.reward for each in found.environments}
+    known = {name: reward for name, reward in rewards.items() if reward is not None}
+    log.info("policy %d on held-out problems: %s", step, known)
+    return known
 
 
 def judge_tasks(

@@ -31,16 +31,13 @@ from coordinator.storage.verdicts import clock
 from coordinator.training.batches import read_batch
 from coordinator.training.companion import keep_companion
 from coordinator.training.distributed_learner import Learner, Team
-from coordinator.training.evaluation import EvaluationSettings, evaluate_policy
+from coordinator.training.evaluation import EvaluationSettings, held_out_rewards
 from coordinator.training.grpo import Execution
 from coordinator.training.initial import initial_policy
 from coordinator.training.losses import load_loss
 from coordinator.training.publisher import Publisher
 from coordinator.training.teacher import TEACHER, write_teacher
 from coordinator.training.trackers import NullTracker, Tracker
-from node.engines.base import EngineError
-from node.errors import NodeError
-from node.policy.errors import PolicyError
 from node.policy.file import write_policy
 from node.protocol.run import TeacherSpec
 from node.runtime.logs import bound
@@ -356,27 +353,16 @@ class Trainer:
         """Report the step that made policy `step` to the tracker, with an evaluation when due."""
         every = self._settings.evaluate_every
         if every and step % every == 0:
-            stats = stats | self._evaluate(step)
-        if stats:
-            self._tracker.step(step, stats)
-
-    def _evaluate(self, step: int) -> dict[str, float]:
-        """Return mean rewards on held-out problems, by environment; nothing if this machine cannot tell."""
-        try:
-            found = evaluate_policy(
+            stats = stats | held_out_rewards(
                 self._policy_path(step),
+                step=step,
                 spec=self._home.spec,
                 settings=self._settings.evaluation,
                 datasets=self._home.dataset_files,
                 stop=self._stop.is_set,
             )
-        except (NodeError, EngineError, PolicyError) as error:
-            log.warning("policy %d not evaluated: %s", step, error)
-            return {}
-        rewards = {f"evaluation/{each.name}": each.reward for each in found.environments}
-        known = {name: reward for name, reward in rewards.items() if reward is not None}
-        log.info("policy %d on held-out problems: %s", step, known)
-        return known
+        if stats:
+            self._tracker.step(step, stats)
 
     def _policy_path(self, step: int) -> Path:
         return self._state / "policy.safetensors" if step else self._team.first_policy
