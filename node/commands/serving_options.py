@@ -30,7 +30,7 @@ serving_options = all_of(
     ),
     number_option(
         "--connections-per-address",
-        "Most connections that one address may have; 0 for any number, behind a proxy.",
+        "Most connections that one address, or one /64 of IPv6, may have; 0 for any number, behind a proxy.",
         least=0,
         default=ServerLimits().max_connections_per_address,
     ),

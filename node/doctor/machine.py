@@ -117,7 +117,7 @@ def check_open_files(soft: int | None = None) -> Check:
         return fine("open_files", "A process may hold enough files open.")
     blame = problem if limit < LEAST_FILES else warning
     said = f"A process may hold {limit} files and connections open; {ENOUGH_FILES} are enough."
-    return blame("open_files", said, advice="Run ulimit -n 4096 first, or set LimitNOFILE=4096 in the systemd unit.")
+    return blame("open_files", said, advice="Run ulimit -Sn 4096 first, or set LimitNOFILE=4096:65536 in its unit.")
 
 
 def check_key(path: Path) -> Check:

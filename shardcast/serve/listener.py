@@ -2,8 +2,8 @@
 
 aiohttp bounds the request line and headers, and closes a connection that sends no complete request within
 `idle_timeout_s`. Added here: limits on connections per address and in total, enforced at accept, and TCP_USER_TIMEOUT,
-which ends a peer that stops reading. Where all connections are taken, the address with most of them makes room for one
-with fewer, or a handful of addresses could keep all others out.
+which ends a peer that stops reading. Where all connections are taken, one that nothing is asked for over makes room:
+a handful of addresses could keep all others out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import asyncio
 import logging
 import socket
 from dataclasses import dataclass, replace
+from itertools import islice
 from traceback import walk_tb
+from typing import Final
 
 from aiohttp import web
 
@@ -60,6 +62,12 @@ class ServerLimits:
 
 
 DEFAULT_SERVER_LIMITS = ServerLimits()
+
+SHED_AMONG: Final = 64
+"""The oldest idle connections, among which the one that makes room is chosen."""
+
+LARGE_SHARE: Final = 1 / 32
+"""Of all connections: a network that holds more loses one though it is in use, where no connection is idle."""
 
 
 class Listener:
@@ -135,19 +143,25 @@ class Listener:
             self._forget(handler)
 
     def _make_room(self, network: str) -> bool:
-        """Return whether another connection of `network` fits, after ending the oldest of who has most if need be."""
+        """Return whether another connection of `network` fits, after ending one if need be.
+
+        One of the oldest that are idle, of whoever holds most; where none is, of a network that holds a large share.
+        """
         of_network, most = len(self._held.get(network, ())), self._limits.max_connections_per_address
         if most is not None and of_network >= most:
             return False
         if self.connections < self._limits.max_connections:
             return True
-        largest = max(self._held.values(), key=len)
-        if len(largest) <= of_network + 1:  # who is pushed out by it would push it out in turn
-            return False
-        oldest = next(iter(largest))
-        self._forget(oldest)
-        if oldest.transport is not None:
-            oldest.transport.abort()
+        idle = islice((one for one in self._networks if one._current_request is None), SHED_AMONG)  # noqa: SLF001
+        shed = max(idle, key=lambda one: len(self._held[self._networks[one]]), default=None)
+        if shed is None:
+            largest = max(self._held.values(), key=len)
+            if len(largest) <= max(of_network + 1, LARGE_SHARE * self._limits.max_connections):
+                return False
+            shed = next(iter(largest))
+        self._forget(shed)
+        if shed.transport is not None:
+            shed.transport.abort()
         self.refused += 1
         return True
 

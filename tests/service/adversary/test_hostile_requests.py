@@ -194,7 +194,10 @@ async def test_a_flood_of_connections_from_one_address_leaves_room_for_others(sc
         peer.close()
 
 
-async def test_idle_connections_from_a_handful_of_addresses_leave_room_for_others(scene: Scene) -> None:
+@pytest.mark.parametrize(
+    "asked", [b"", b"GET /v1/head?after=9&wait=30 HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["idle", "waiting"]
+)
+async def test_connections_from_a_handful_of_addresses_leave_room_for_others(scene: Scene, asked: bytes) -> None:
     """Each holds what an address may, so that all are taken: who has most gives way, and not who comes."""
     limits = ServerLimits(max_connections=60, max_connections_per_address=20, idle_timeout_s=300.0)
     url, relay = await scene.relay(scene.url, server_limits=limits)
@@ -205,6 +208,8 @@ async def test_idle_connections_from_a_handful_of_addresses_leave_room_for_other
         for address in addresses
         for _ in range(20)
     ]
+    for peer in flood:
+        peer.sendall(asked)
     listener = relay._listener
     assert listener is not None
     await eventually(lambda: listener.connections + listener.refused >= 120)
