@@ -154,7 +154,8 @@ class _Checker:
         self._dull: set[str] = set()
         self._used: dict[str, int] = {}
         self._spots: dict[str, VerdictEntry] = {}
-        self._owed: dict[str, int] = {}
+        self._owed: dict[str, int] = {}  # to be measured in full before the next step
+        self._late: dict[str, int] = {}  # to be measured in full, though a step has used them
         self._since_ban: Counter[str] = Counter()
         self._pools = PoolChecker(run_id=run_id, spec=spec)
         self._gaps = GapChecker(run_id=run_id, spec=spec)
@@ -186,9 +187,8 @@ class _Checker:
             self._note(index, "policy_order", f"Policy {entry.version} after policy {self._newest}.")
             return
         if entry.version > self._step + 1:
-            detail = (
-                f"Policy {entry.version} was published, and what step {entry.version - 1} trained on is not logged."
-            )
+            step = entry.version - 1
+            detail = f"Policy {entry.version} was published before what step {step} trained on was logged."
             self._note(index, "unlogged_step", detail)
         self._newest = entry.version
         self._manifests[entry.version] = entry.manifest_digest
@@ -229,6 +229,7 @@ class _Checker:
             self._note(index, "unfounded_recheck", f"Submission {entry.submission[:16]}… was not admitted in part.")
             return
         self._owed.pop(entry.submission, None)
+        self._late.pop(entry.submission, None)
         if entry.outcome is Outcome.ADMITTED:
             return
         step = self._used.get(entry.submission)
@@ -249,7 +250,8 @@ class _Checker:
         if entry.spot is not None and entry.outcome is Outcome.ADMITTED:
             self._spots[entry.submission] = entry
         self._check_ban(index, entry, account)
-        self._owed |= dict.fromkeys(sorted(account.follow(entry, rules=rules) & self._spots.keys()), index)
+        for name in sorted(account.follow(entry, rules=rules) & self._spots.keys()):
+            (self._late if name in self._used else self._owed)[name] = index
 
     def _check_ban(self, index: int, entry: VerdictEntry, account: Account) -> None:
         """Check that a banned node got no further leases; what it held may still be judged."""
@@ -264,8 +266,7 @@ class _Checker:
         """Finish the checks that need the whole log, and return the result."""
         self._check_shares()
         self.reading.withholding = self._gaps.withholding
-        used = self._used
-        self.reading.reached_training += [(at, name, used[name]) for name, at in self._owed.items() if name in used]
+        self.reading.reached_training += [(at, name, self._used[name]) for name, at in self._late.items()]
         return self.reading
 
     def _check_shares(self) -> None:
@@ -306,10 +307,10 @@ class _Checker:
         elif entry.step > self._step + 1:
             self._note(index, "unlogged_step", f"Step {entry.step} comes where step {self._step + 1} should.")
         self._step = max(self._step, entry.step)
-        if unused := self._owed.keys() - self._used.keys():
-            owed = min(unused)
+        if self._owed:
+            owed = min(self._owed)
             self._note(index, "batch_before_recheck", f"Submission {owed[:16]}… had to be measured in full before.")
-            self._owed = {name: at for name, at in self._owed.items() if name not in unused}
+            self._owed.clear()
         for submission in entry.submissions:
             version = self._admitted.get(submission)
             if version is None:
