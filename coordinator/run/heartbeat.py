@@ -20,7 +20,9 @@ BEAT_SECONDS: Final = 5.0
 
 
 class Condition:
-    """What keeps a process from its work: a code of `coordinator.storage.faults.trouble_of`, "" for nothing."""
+    """What keeps a process from its work: a code of `coordinator.storage.faults.trouble_of`, or a verifier's NO_SOURCE;
+    "" for nothing.
+    """
 
     def __init__(self) -> None:
         self.trouble = ""
@@ -39,11 +41,11 @@ def heartbeat(home: Home, role: Role, name: str, condition: Condition) -> Iterat
         while True:
             try:
                 now = clock()
+                own, last = last, now  # before: a write may be done though its reply is lost
                 with home.database.write(durable=False) as connection:
                     before = last_beat(connection, role, name)
                     beat(connection, role, name, now=now, trouble=condition.trouble)
-                is_shared = last is not None and before is not None and before > last
-                last = now
+                is_shared = own is not None and before is not None and before > own
                 if is_shared and not has_warned:
                     has_warned = True
                     log.error(

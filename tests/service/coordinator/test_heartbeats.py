@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import contextmanager
 
 import pytest
 from actors import PUBLIC_KEY
@@ -63,6 +64,27 @@ def test_two_verifiers_of_one_name_are_told_apart_from_one_that_was_restarted(tm
         heartbeat(home, Role.VERIFIER, "verifier-1", Condition()),
     ):
         until(lambda: "another verifier of this run runs under the name verifier-1" in caplog.text)
+    home.database.close()
+
+
+def test_a_heartbeat_whose_write_was_done_though_its_reply_was_lost_is_ones_own(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("coordinator.run.heartbeat.BEAT_SECONDS", 0.01)
+    spec = parse_run_toml(small_run_toml("lost", steps=12, groups_per_step=2))
+    home = create_home(tmp_path / "run", public_key=PUBLIC_KEY, spec=spec)
+    write, writes = home.database.write, []
+
+    @contextmanager
+    def loses_each_third_reply(*, durable=True):
+        with write(durable=durable) as connection:
+            yield connection
+        writes.append(durable)
+        if len(writes) % 3 == 0:
+            raise OSError(errno.EIO, "the connection was lost")
+
+    monkeypatch.setattr(home.database, "write", loses_each_third_reply)
+    with heartbeat(home, Role.VERIFIER, "verifier-1", Condition()):
+        until(lambda: len(writes) > 10)
+    assert "another verifier" not in caplog.text
     home.database.close()
 
 
