@@ -81,7 +81,7 @@ class PolicyCache:
         self._blueprints: OrderedDict[int, Blueprint] = OrderedDict()
         self._fetching: dict[int, _Fetching] = {}
         self.trouble = ""
-        """Why no policy can be had: a code of `trouble_of`, NO_SOURCE where no source has served one for a while."""
+        """Why the newest policy cannot be had: a code of `trouble_of`, or NO_SOURCE after a while without a source."""
         self._failing_since: float | None = None
 
     async def blueprint(self, version: int) -> Blueprint:
@@ -176,6 +176,8 @@ class PolicyCache:
         return path
 
     def _source_trouble(self, version: int, error: ShardcastError) -> str:
+        if version < max(self._manifests):  # sources keep a few versions: an older one is no sign that they are away
+            return self.trouble if self.trouble == NO_SOURCE else ""
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now

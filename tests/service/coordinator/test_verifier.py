@@ -246,6 +246,20 @@ async def test_a_verifier_whose_sources_stay_away_says_once_what_to_do_until_one
         assert cache.trouble == ""
 
 
+async def test_an_old_policy_that_sources_no_longer_have_is_no_sign_that_they_are_away(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_shelf, "NO_SOURCE_SECONDS", 0.0)
+    home = run.swarm.home
+    async with Client(home.run_id, home.public_key, ["http://127.0.0.1:9"], tmp_path / "shelf") as client:
+        cache = cache_of(run, client, tmp_path)
+        cache._manifests = {0: "00" * 32, 1: "11" * 32}
+        for _ in range(2):
+            with pytest.raises(PolicyUnavailable):
+                await cache.prefill(0)
+        assert cache.trouble == ""
+
+
 async def test_a_source_that_never_answers_holds_up_only_those_who_need_its_policy(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
