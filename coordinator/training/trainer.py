@@ -124,6 +124,7 @@ class Trainer:
         finally:
             self._publisher.settle()
             self._team.end()
+        log.info("stopped; started again with the same --state, this trainer goes on from its last checkpoint")
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -141,7 +142,6 @@ class Trainer:
                 self._stop.wait(RETRY_SECONDS)
         if self._team.has_unsaved and not self._is_repeating:
             self._team.save(self._team.learner.stats)
-        log.info("stopped; started again with the same --state, this trainer goes on from here")
 
     def _work(self) -> None:
         self._publisher.settle()
