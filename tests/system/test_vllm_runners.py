@@ -131,6 +131,19 @@ def test_both_runners_draw_the_same_tokens(by_v1, by_v2):
     assert [one.completion_ids for one in by_v1[0]] == [one.completion_ids for one in by_v2[0]]
 
 
+def test_vllm_computes_logits_by_our_output_head():
+    """Else it copies the head to float32 in each step on a CPU, and nothing but its speed shows it."""
+    code = (
+        "from node.engines.vllm_worker import ExactLogits\n"
+        "from vllm.model_executor.custom_op import op_registry_oot\n"
+        "from vllm.model_executor.layers.logits_processor import LogitsProcessor\n"
+        "assert op_registry_oot['LogitsProcessor'] is ExactLogits\n"
+        "assert callable(LogitsProcessor._apply_head)\n"
+    )
+    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, timeout=300, check=True)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="there is one GPU")
 def test_two_processes_that_share_a_model_draw_and_prove_what_one_does(asked, by_v1, policy):
     """Every rank forces a token from its own copy of all logits, and one of them proves states that all added to."""

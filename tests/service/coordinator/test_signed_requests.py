@@ -178,7 +178,7 @@ def test_attack_a_request_is_sent_again_to_a_coordinator_that_started_with_its_c
 
 
 @pytest.mark.parametrize("ahead", [300, -300])
-def test_attack_a_request_is_sent_again_to_one_of_two_coordinators_whose_clocks_differ(
+def test_attack_a_request_is_sent_again_to_the_coordinator_that_took_it_beside_one_whose_clock_differs(
     tmp_path: Path, postgresql_url: str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than a nonce is kept: each would forget what is still good by the other's clock."""

@@ -124,9 +124,13 @@ def test_the_hint_of_a_command_comes_before_its_codes_and_that_before_its_class(
     assert "name a source" in hint_for(TooSlow("x"))
 
 
-def test_a_hint_names_the_command_within_its_group():
+def test_a_hint_names_the_command_within_its_group(tmp_path):
     assert "`swarmproof dataset add --help`" in hint_for(ConfigError("x"), "dataset add")
     assert "env check" not in hint_for(NodeError("x", code="environment_died"), "env check")
+    said = CliRunner().invoke(
+        main, ["dataset", "add", __file__, "--prompt", "a", "--answer", "b", "--to", str(tmp_path)]
+    )
+    assert "`swarmproof dataset add --help`" in said.output, said.output
 
 
 @click.command()
