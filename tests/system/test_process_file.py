@@ -29,6 +29,7 @@ from run_files import small_run_toml
 from run_log import check_entries, read_leaves
 from waiting import until
 
+from coordinator.lab.processes.layout import free_ports
 from coordinator.lab.processes.local_http import get, get_json
 
 pytestmark = [pytest.mark.timeout(1200)]
@@ -57,6 +58,7 @@ class Host:
 
     def __init__(self, home: Path, store: Store) -> None:
         self.home, self.ports = home, free_tens()
+        origin, relay = [port for port in free_ports(4) if port // 10 != self.ports][:2]
         names = pwd.getpwuid(os.getuid()).pw_name, "pgserver"
         self.postgres_user = names[os.geteuid() == 0]  # it refuses to run as root
         (home / "log").mkdir()
@@ -65,8 +67,8 @@ class Host:
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "RUN_HOME": str(home),
             "API_PORTS": str(self.ports),
-            "ORIGIN_PORT": str(free_port()),
-            "RELAY_PORT": str(free_port()),
+            "ORIGIN_PORT": str(origin),
+            "RELAY_PORT": str(relay),
             "POSTGRES_BIN": str(binaries()),
             "POSTGRES_USER": self.postgres_user,
             "OMP_NUM_THREADS": "1",
