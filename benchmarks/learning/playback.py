@@ -164,7 +164,7 @@ async def deliver(swarm: Swarm, bodies: dict[Slot, Path], *, name: str, left: Co
                         await client.return_lease(lease.lease_id)
                         continue
                     try:
-                        await client.submit(lease.lease_id, bodies[lease.version, lease.slot])
+                        await client.submit(lease, bodies[lease.version, lease.slot])
                     except Refused as refusal:
                         if refusal.code != Reason.EXPIRED_LEASE:
                             raise

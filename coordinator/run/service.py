@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from coordinator.run.descriptors import NO_CONTACTS, Contacts, Descriptors
 from coordinator.run.health import Health, read_health
@@ -44,6 +44,7 @@ from node.protocol.messages import (
     Receipt,
     Registration,
     RequestClaim,
+    SlotName,
 )
 from node.protocol.notes import Note
 from node.protocol.profiles import check_nickname
@@ -154,10 +155,22 @@ class Coordinator:
         """End a lease early, on its holder's request."""
         work.return_lease(connection, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
 
-    def check_may_submit(self, connection: Connection, node: str, lease_id: str, *, now: float) -> None:
-        """Raise Refusal unless `node` may submit for this lease; called before the body is read."""
+    def check_may_submit(
+        self,
+        connection: Connection,
+        node: str,
+        lease_id: str,
+        *,
+        claimed: SlotName | UnsetType = UNSET,
+        now: float,
+    ) -> None:
+        """Raise Refusal unless `node` may submit for this lease, as work of the slot `claimed` if it names one.
+
+        Called before the body is read.
+        """
+        spec = self.home.spec
         try:
-            work.check_lease(connection, node=node, lease_id=lease_id, spec=self.home.spec, now=now)
+            work.check_lease(connection, node=node, lease_id=lease_id, claimed=claimed, spec=spec, now=now)
         except Refusal as refusal:  # the holder of a lease is registered
             if not nodes.is_registered(connection, node):
                 raise Refusal(Reason.UNKNOWN_IDENTITY, f"Node {node[:16]}….") from refusal

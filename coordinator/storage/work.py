@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from sqlalchemy import Connection
 
 from coordinator.storage import gaps, locks, newcomers
@@ -35,7 +35,7 @@ from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
 from coordinator.storage.slot_supply import Demand, TakenSlot, capacity_of, lacked_environments, take
 from coordinator.storage.standing import backoff_seconds, most_slots, note_return, start_backoff
-from node.protocol.messages import Lease, LeaseReply, LeaseRequest
+from node.protocol.messages import Lease, LeaseReply, LeaseRequest, SlotName
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import RunSpec
 from node.protocol.standing import Standing
@@ -202,10 +202,20 @@ class StoredSubmission:
     body_bytes: int
 
 
-def check_lease(connection: Connection, *, node: str, lease_id: str, spec: RunSpec, now: float) -> int:
-    """Return the id of the slot that `node` may submit under `lease_id`, and lock nothing; raises Refusal."""
+def check_lease(
+    connection: Connection,
+    *,
+    node: str,
+    lease_id: str,
+    claimed: SlotName | UnsetType = UNSET,
+    spec: RunSpec,
+    now: float,
+) -> None:
+    """Raise Refusal unless `node` may submit under `lease_id`, as work of the slot `claimed` if it names one."""
     found = _ask_for_lease(connection, statements.LEASE, lease_id)
-    return _usable_lease(connection, found, node=node, lease_id=lease_id, spec=spec, now=now)
+    slot = _usable_lease(connection, found, node=node, lease_id=lease_id, spec=spec, now=now).slot
+    if claimed not in (UNSET, slot):
+        raise Refusal(Reason.WRONG_SLOT, f"Lease {lease_id[:16]}… is of slot {slot.slot}.")
 
 
 def _ask_for_lease(connection: Connection, statement: Prepared, lease_id: str) -> Callable[[], Rows]:
@@ -217,13 +227,13 @@ def _ask_for_lease(connection: Connection, statement: Prepared, lease_id: str) -
 
 def _usable_lease(
     connection: Connection, found: Callable[[], Rows], *, node: str, lease_id: str, spec: RunSpec, now: float
-) -> int:
-    """Return the id of the slot that `node` may submit under `lease_id`, whose row is `found`; raises Refusal."""
+) -> _LeaseRow:
+    """Return the lease under which `node` may submit, whose row is `found`; raises Refusal."""
     row = _active_lease(connection, found, node=node, lease_id=lease_id, now=now)
     floor = row.at.floor(spec.batch)
     if row.version < floor:
         raise Refusal(Reason.STALE_POLICY, f"The slot is of policy {row.version}, the oldest still taken is {floor}.")
-    return row.slot_id
+    return row
 
 
 def submit(
@@ -233,7 +243,7 @@ def submit(
     locks.submitting(connection)
     found = _ask_for_lease(connection, statements.LOCKED_LEASE, lease_id)
     known = statements.KNOWN_BODY.ask(connection, {"body": arrival.body, "lease": lease_id})
-    slot_id = _usable_lease(connection, found, node=node, lease_id=lease_id, spec=spec, now=now)
+    slot_id = _usable_lease(connection, found, node=node, lease_id=lease_id, spec=spec, now=now).slot_id
     if earlier := known():
         submission, author = earlier[0]
         own = submission if author == node else None
@@ -265,7 +275,7 @@ def _active_lease(
 ) -> _LeaseRow:
     if not (rows := found()):
         raise Refusal(Reason.UNKNOWN_LEASE, f"Lease {lease_id[:16]}….")
-    ((holder, state, expires_at, slot_id, version, slot_state, head, last_step),) = rows
+    ((holder, state, expires_at, slot_id, version, slot_state, head, last_step, manifest, number, candidate),) = rows
     if holder != node:
         raise Refusal(Reason.FOREIGN_LEASE, f"Lease {lease_id[:16]}….")
     if state == LeaseState.SUBMITTED:
@@ -275,13 +285,15 @@ def _active_lease(
         raise Refusal(Reason.STALE_POLICY, f"Policy {version} is too old now.")
     if state != LeaseState.ACTIVE or expires_at <= now:
         raise Refusal(Reason.EXPIRED_LEASE, f"Lease {lease_id[:16]}… ended.")
-    return _LeaseRow(slot_id=slot_id, version=version, at=Progress.of(head, last_step))
+    slot = SlotName(manifest_digest=manifest, slot=number, candidate=UNSET if candidate is None else candidate)
+    return _LeaseRow(slot_id=slot_id, version=version, slot=slot, at=Progress.of(head, last_step))
 
 
 @dataclass(frozen=True, slots=True)
 class _LeaseRow:
     slot_id: int
     version: int
+    slot: SlotName
     at: Progress
 
 

@@ -132,8 +132,12 @@ _LEASE = (
         slots.c.state.label("slot_state"),
         _HEAD,
         _LAST_STEP,
+        policies.c.manifest_digest,
+        slots.c.number,
+        slots.c.candidate,
     )
     .join(slots, slots.c.id == leases.c.slot_id)
+    .join(policies, policies.c.version == slots.c.version)
     .where(leases.c.lease == bindparam("lease"))
 )
 LEASE, LOCKED_LEASE = Prepared(_LEASE), Prepared(_LEASE.with_for_update(of=leases))

@@ -18,6 +18,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, Self
 
+from msgspec import UNSET
+
 from node.audit.compare import compare
 from node.audit.log import AuditProblem, LoggedVerdict
 from node.audit.report import AuditResult, Checked
@@ -32,7 +34,7 @@ from node.protocol.admission import GAIN, Outcome, Verdict
 from node.protocol.checkpoints import Checkpoint
 from node.protocol.endpoints import BLOB, LOG_INCLUSION, MAX_REQUEST_ENVELOPE_BYTES, MIN_KEPT_SECONDS, SUBMIT
 from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
-from node.protocol.messages import LogEntry, PolicyEntry, RequestClaim, VerdictEntry, candidate_of
+from node.protocol.messages import LogEntry, PolicyEntry, RequestClaim, VerdictEntry, candidate_of, slot_name
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim
 from node.protocol.run import Descriptor, RunSpec
@@ -186,6 +188,8 @@ class EvidenceAuditor:
         path = _SUBMISSION_PATH.fullmatch(claim.path)
         if claim.run_id != self._run_id or claim.method != "PUT" or path is None:
             raise Disagreement("evidence_mismatch", "The request is not a submission to this run.")
+        if claim.slot not in (UNSET, slot_name(entry)):
+            raise Disagreement("evidence_slot", "The node signed for work of another slot.")
         return claim, path[1]
 
     async def _blob(self, name: str, *, max_bytes: int) -> bytes:

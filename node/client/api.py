@@ -26,6 +26,7 @@ from node.protocol.checkpoints import Checkpoint, open_checkpoint
 from node.protocol.endpoints import Endpoint, LogProof
 from node.protocol.membership import Puzzle
 from node.protocol.messages import (
+    Lease,
     LeaseReply,
     LeaseRequest,
     NodeStanding,
@@ -168,13 +169,13 @@ class CoordinatorClient:
         request = request_to(endpoints.RETURN_LEASE, names={"lease_id": lease_id})
         await self._caller.call(request, _nothing, patience_seconds=patience_seconds)
 
-    async def submit(self, lease_id: str, body: Path, *, patience_seconds: float = 60.0) -> str:
+    async def submit(self, lease: Lease, body: Path, *, patience_seconds: float = 60.0) -> str:
         """Submit a slot's file, through the run's object store if it has one; return the submission's id.
 
         Every attempt is signed anew and so has another id. If the reply to a stored attempt is lost, the next
         one is Refused as `duplicate_submission`, with the stored one's id.
         """
-        return await self._submitting.submit(lease_id, body, patience_seconds=patience_seconds)
+        return await self._submitting.submit(lease, body, patience_seconds=patience_seconds)
 
     async def receipt(
         self, submission: str, *, wait_seconds: float, patience_seconds: float = 60.0

@@ -20,14 +20,14 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 
 from node.client.endpoints import Endpoints
 from node.client.http import Backoff, Exchange, ExchangeLimits, Reply, Request, measure_body, printable
 from node.client.ssrf import Reach, reach_of
 from node.errors import BadReply, ConfigError, CoordinatorFault, Refused, Unavailable
 from node.protocol.endpoints import Endpoint
-from node.protocol.messages import MAX_MESSAGE_BYTES, ErrorReply, RequestClaim
+from node.protocol.messages import MAX_MESSAGE_BYTES, ErrorReply, RequestClaim, SlotName
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
 from shardcast.errors import PeerFault
@@ -185,6 +185,7 @@ class CoordinatorTransport:
             body_bytes=body_bytes,
             issued_at=int(self._now_at(url)),
             nonce=secrets.token_hex(16),
+            slot=request.slot,
         )
         return sign_request(claim, key=self._key)
 
@@ -298,10 +299,11 @@ def request_to(
     wait_seconds: float = 0.0,
     max_reply_bytes: int | None = None,
     elsewhere: bool = False,
+    slot: SlotName | UnsetType = UNSET,
 ) -> Request:
     """Build the request to a declared endpoint; `names` fill in the path parameters.
 
-    `max_reply_bytes` overrides the endpoint's limit; see `Request` for `wait_seconds` and `elsewhere`.
+    `max_reply_bytes` overrides the endpoint's limit; see `Request` for `wait_seconds`, `elsewhere` and `slot`.
     """
     return Request(
         method=endpoint.method,
@@ -312,6 +314,7 @@ def request_to(
         wait_seconds=wait_seconds,
         elsewhere=elsewhere,
         signed=endpoint.signed,
+        slot=slot,
     )
 
 

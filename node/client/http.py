@@ -18,9 +18,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from blake3 import blake3
+from msgspec import UNSET, UnsetType
 
 from node.client.ssrf import Reach, SsrfGuardResolver, reach_of
 from node.errors import BadReply, ConfigError, Unavailable
+from node.protocol.messages import SlotName
 
 MAX_PRINTED: Final = 300
 _PIECE_BYTES: Final = 256 * 1024
@@ -54,7 +56,7 @@ class Request:
     """An HTTP request; `wait_seconds` is the long-poll time that the server was asked for.
 
     A body that is `elsewhere` (in the run's object store) is signed and not sent. `signed` asks for an
-    Authorization header.
+    Authorization header, whose claim names `slot`.
     """
 
     method: Literal["GET", "POST", "PUT"]
@@ -65,6 +67,7 @@ class Request:
     wait_seconds: float = 0.0
     elsewhere: bool = False
     signed: bool = False
+    slot: SlotName | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from node.client.http import Backoff, ExchangeLimits, measure_body
 from node.client.object_store import put_file
 from node.errors import BadReply, CoordinatorFault, Refused, StoreUnavailable
 from node.protocol import endpoints
-from node.protocol.messages import UploadRequest
+from node.protocol.messages import Lease, UploadRequest, slot_name
 from node.protocol.reasons import Reason
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class SubmissionUploader:
         self._by_store = False
         self._store_is_away = False
 
-    async def submit(self, lease_id: str, body: Path, *, patience_seconds: float) -> str:
+    async def submit(self, lease: Lease, body: Path, *, patience_seconds: float) -> str:
         """Upload and return the submission's id (`CoordinatorClient.submit`); raises StoreUnavailable, too."""
         give_up_at = time.monotonic() + patience_seconds
         failures = 0
@@ -46,8 +46,8 @@ class SubmissionUploader:
             by_store = self._by_store
             try:
                 if by_store:
-                    return await self._by_the_store(lease_id, body, patience_seconds=patience_seconds)
-                return await self._to_the_coordinator(lease_id, body, patience_seconds=patience_seconds)
+                    return await self._by_the_store(lease, body, patience_seconds=patience_seconds)
+                return await self._to_the_coordinator(lease, body, patience_seconds=patience_seconds)
             except Refused as error:
                 no_store_here = by_store and error.code == Reason.NOT_FOUND
                 if error.code != Reason.UPLOAD_FIRST and not no_store_here:
@@ -65,23 +65,24 @@ class SubmissionUploader:
                 raise fault
             await asyncio.sleep(delay)
 
-    async def _to_the_coordinator(self, lease_id: str, body: Path, *, patience_seconds: float) -> str:
-        request = request_to(endpoints.SUBMIT, names={"lease_id": lease_id}, body=body)
+    async def _to_the_coordinator(self, lease: Lease, body: Path, *, patience_seconds: float) -> str:
+        names = {"lease_id": lease.lease_id}
+        request = request_to(endpoints.SUBMIT, names=names, body=body, slot=slot_name(lease))
         return await self._caller.call(request, _acknowledged, patience_seconds=patience_seconds)
 
-    async def _by_the_store(self, lease_id: str, body: Path, *, patience_seconds: float) -> str:
+    async def _by_the_store(self, lease: Lease, body: Path, *, patience_seconds: float) -> str:
         blake3, body_bytes = await asyncio.to_thread(measure_body, body)
         sha256 = await asyncio.to_thread(_sha256, body)
         asked = UploadRequest(body=blake3, body_bytes=body_bytes, sha256=sha256)
-        request = request_to(endpoints.ANNOUNCE_UPLOAD, names={"lease_id": lease_id}, body=asked)
+        request = request_to(endpoints.ANNOUNCE_UPLOAD, names={"lease_id": lease.lease_id}, body=asked)
         url, coordinator = await self._caller.call(request, _offer, patience_seconds=patience_seconds)
         least = self._caller.reach(coordinator)
         await put_file(url, body, body_bytes=body_bytes, sha256=sha256, least=least, limits=self._limits)
         if self._store_is_away:
             self._store_is_away = False
             log.warning("the run's object store is back")
-        names = {"lease_id": lease_id, "sha256": sha256}
-        request = request_to(endpoints.SUBMIT_UPLOAD, names=names, body=body, elsewhere=True)
+        names = {"lease_id": lease.lease_id, "sha256": sha256}
+        request = request_to(endpoints.SUBMIT_UPLOAD, names=names, body=body, elsewhere=True, slot=slot_name(lease))
         return await self._caller.call(request, _acknowledged, patience_seconds=patience_seconds)
 
     def _note_away(self, error: StoreUnavailable) -> None:

@@ -273,7 +273,7 @@ SUBMIT: Final = Endpoint[bytes, SubmissionReply](
     max_body_bytes=None,
     reply=SubmissionReply,
     status=202,
-    refusals=(*_SIGNED, *_LEASED, Reason.UPLOAD_FIRST),
+    refusals=(*_SIGNED, *_LEASED, Reason.WRONG_SLOT, Reason.UPLOAD_FIRST),
 )
 ANNOUNCE_UPLOAD: Final = Endpoint[UploadRequest, UploadReply](
     method="POST",
@@ -291,7 +291,7 @@ SUBMIT_UPLOAD: Final = Endpoint[None, SubmissionReply](
     max_body_bytes=None,
     reply=SubmissionReply,
     status=202,
-    refusals=(*_SIGNED, *_LEASED, Reason.UPLOAD_FIRST, Reason.NOT_FOUND),
+    refusals=(*_SIGNED, *_LEASED, Reason.WRONG_SLOT, Reason.UPLOAD_FIRST, Reason.NOT_FOUND),
 )
 RECEIPT: Final = Endpoint[None, bytes](
     method="GET",

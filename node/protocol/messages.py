@@ -56,8 +56,19 @@ Candidate = Annotated[int, Meta(ge=0, lt=MOST_CANDIDATES)]
 """Which of a slot's candidates it is for; left out where the run has no pools (section 5.1)."""
 
 
+class SlotName(Wire, frozen=True):
+    """A slot, by all that its problem and seeds follow from."""
+
+    manifest_digest: Digest
+    slot: Count
+    candidate: Candidate | UnsetType = UNSET
+
+
 class RequestClaim(Wire, frozen=True):
-    """The signed claim of one HTTP request; its envelope is the Authorization header."""
+    """The signed claim of one HTTP request; its envelope is the Authorization header.
+
+    `slot` is in that of a submission: whose work the node says the file is.
+    """
 
     run_id: Digest
     method: Literal["GET", "POST", "PUT"]
@@ -66,6 +77,7 @@ class RequestClaim(Wire, frozen=True):
     body_bytes: Count
     issued_at: Count
     nonce: Nonce
+    slot: SlotName | UnsetType = UNSET
 
 
 class Registration(Wire, frozen=True):
@@ -334,6 +346,11 @@ class BatchEntry(Wire, frozen=True, tag_field="type", tag="batch"):
 
 
 LogEntry = RunEntry | PolicyEntry | VerdictEntry | BatchEntry
+
+
+def slot_name(named: Lease | VerdictEntry) -> SlotName:
+    """Return the slot of a lease or a verdict."""
+    return SlotName(manifest_digest=named.manifest_digest, slot=named.slot, candidate=named.candidate)
 
 
 def candidate_of(named: Lease | VerdictEntry) -> int:

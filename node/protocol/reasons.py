@@ -169,6 +169,13 @@ class Reason(StrEnum):
         "Give each worker its own --state.",
         403,
     )
+    WRONG_SLOT = (
+        "wrong_slot",
+        "The request names another slot than its lease is of; sign for the slot as the lease names it.",
+        "The coordinator has another slot down for the lease than it told this worker.",
+        "Tell the run's operator.",
+        409,
+    )
     EXPIRED_LEASE = (
         "expired_lease",
         "The lease has ended and the slot went to somebody else; ask for a new one.",

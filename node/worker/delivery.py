@@ -110,7 +110,7 @@ class Delivery:
         failures, registered = 0, False
         while True:
             try:
-                return await self._client.submit(pending.lease.lease_id, body, patience_seconds=FOREVER)
+                return await self._client.submit(pending.lease, body, patience_seconds=FOREVER)
             except Refused as error:
                 if error.code == Reason.DUPLICATE_SUBMISSION and error.submission is not None:
                     return error.submission

@@ -24,6 +24,7 @@ from independent.broadcast import Publications, Sources, payload_name
 from independent.client import Client
 from independent.descriptor import run_id_of
 from independent.envelope import seal
+from independent.evidence import Judge
 from independent.log import leaf_hash, root_of
 from independent.measure import Model
 from independent.messages import ENTRY, RECEIPT
@@ -226,6 +227,20 @@ def test_evidence_that_was_altered_is_named(run: Run) -> None:
         with tampered(run.swarm.url, alter) as url:
             _, disagreements = run.auditor(url).audit()
         assert [(one.rule, one.index) for one in disagreements] == [("evidence", 2)], kind
+
+
+@pytest.mark.parametrize("other", [{"slot": 77}, {"candidate": 1}])
+def test_honest_work_that_is_rejected_as_another_slots_is_named(run: Run, other: dict[str, int]) -> None:
+    auditor = run.auditor()
+    log, _ = auditor.audit()
+    entry = log.entries[2]
+    assert entry is not None
+    wrong = {"outcome": "rejected", "reason": "wrong_prompt", "figures": None, "totals": None, "rewards": None}
+    log.entries[2] = entry | wrong | other
+    blob = lambda name: auditor.get(f"/v1/blobs/{name}", max_bytes=2**24).expect(200)  # noqa: E731
+    (found,) = Judge(log, blob, auditor.policy, auditor.model).check(2)
+    assert (found.rule, found.index) == ("evidence", 2)
+    assert "another slot" in found.detail
 
 
 def test_an_operator_who_signs_another_history_is_found_out_by_a_receipt(run: Run) -> None:

@@ -43,7 +43,7 @@ from node.engines.torch import TorchEngine
 from node.errors import Refused, StoreUnavailable
 from node.joining.session import JoinSettings
 from node.protocol.admission import Outcome
-from node.protocol.messages import UploadReply, UploadRequest, VerdictEntry
+from node.protocol.messages import Lease, UploadReply, UploadRequest, VerdictEntry, slot_name
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
 from node.submission.writer import write_rollouts
@@ -214,6 +214,16 @@ def test_attack_another_nodes_lease_is_uploaded_for(swarm: Swarm, tmp_path: Path
     assert submit(victim, lease.lease_id, b"mine").status == 202
 
 
+def test_an_upload_that_is_signed_for_as_another_slots_is_refused(swarm: Swarm, tmp_path: Path) -> None:
+    peer = swarm.peer()
+    lease = peer.lease()
+    put(announce(peer, lease.lease_id, b"mine"), b"mine", tmp_path / "body")
+    own = slot_name(lease)
+    other = msgspec.structs.replace(own, slot=own.slot + 1)
+    assert submit(peer, lease.lease_id, b"mine", slot=other).code == "wrong_slot"
+    assert submit(peer, lease.lease_id, b"mine", slot=own).status == 202
+
+
 @pytest.mark.parametrize(
     "changes", [{"sha256": "a" * 64}, {"body": "b" * 64}, {"body_bytes": 5}], ids=lambda changes: next(iter(changes))
 )
@@ -333,9 +343,9 @@ def test_attack_signing_for_an_honest_file_as_another_one_does_not_bar_who_comes
 # -- a store that fails
 
 
-async def submit_as_a_worker(swarm: Swarm, peer: Peer, lease_id: str, path: Path, *, patience: float = 30.0) -> str:
+async def submit_as_a_worker(swarm: Swarm, peer: Peer, lease: Lease, path: Path, *, patience: float = 30.0) -> str:
     async with CoordinatorClient(swarm.url, run_id=swarm.home.run_id, key=peer.key, backoff=QUICK) as client:
-        return await client.submit(lease_id, path, patience_seconds=patience)
+        return await client.submit(lease, path, patience_seconds=patience)
 
 
 def once(fault: str, method: str, prefix: str) -> object:
@@ -367,7 +377,7 @@ def test_a_failure_at_any_step_costs_a_worker_a_retry_and_no_work(
     path = tmp_path / "slot.rollouts"
     path.write_bytes(write_rollouts(swarm.honest(lease)))
     store.fault = once(fault, method, prefix)
-    submission = asyncio.run(submit_as_a_worker(swarm, peer, lease.lease_id, path))
+    submission = asyncio.run(submit_as_a_worker(swarm, peer, lease, path))
     receipt = swarm.verdict(peer, Reply(202, json.dumps({"submission": submission}).encode()))
     assert receipt.outcome is Outcome.ADMITTED
 
@@ -378,7 +388,7 @@ def test_a_worker_whose_patience_ends_says_that_it_is_the_store(swarm: Swarm, st
     path.write_bytes(b"x")
     store.fault = lambda method, _key: "away" if method == "PUT" else None
     with pytest.raises(StoreUnavailable, match=r"The run's object store does not take the file \(HTTP 503\)"):
-        asyncio.run(submit_as_a_worker(swarm, peer, peer.lease().lease_id, path, patience=1.0))
+        asyncio.run(submit_as_a_worker(swarm, peer, peer.lease(), path, patience=1.0))
 
 
 def test_the_coordinator_says_503_while_the_store_is_away_and_uses_nothing_up(
@@ -609,14 +619,16 @@ def test_a_worker_that_remembers_a_store_goes_on_without_one(tmp_path: Path, tin
         async def remembering() -> str:
             async with CoordinatorClient(swarm.url, run_id=swarm.home.run_id, key=peer.key, backoff=QUICK) as client:
                 client._submitting._by_store = True
-                return await client.submit(peer.lease().lease_id, path)
+                return await client.submit(peer.lease(), path)
 
         assert len(asyncio.run(remembering())) == 64
 
 
 def test_a_refusal_that_no_retry_heals_ends_the_call(swarm: Swarm, tmp_path: Path) -> None:
+    peer = swarm.peer()
+    lease = msgspec.structs.replace(peer.lease(), lease_id="0" * 64)
     path = tmp_path / "slot"
     path.write_bytes(b"x")
     with pytest.raises(Refused) as refused:
-        asyncio.run(submit_as_a_worker(swarm, swarm.peer(), "0" * 64, path))
+        asyncio.run(submit_as_a_worker(swarm, peer, lease, path))
     assert refused.value.code == Reason.UNKNOWN_LEASE

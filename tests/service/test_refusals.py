@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,7 +20,7 @@ from waiting import until
 
 from coordinator.storage.folder_blobs import HELD_BYTES
 from node.protocol.admission import Outcome
-from node.protocol.messages import LeaseRequest
+from node.protocol.messages import LeaseRequest, slot_name
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
 from node.protocol.submission import Rollout
@@ -151,6 +152,17 @@ def test_another_nodes_lease(swarm: Swarm) -> None:
     assert (reply.status, reply.code) == (403, "foreign_lease")
     assert thief.signed("POST", f"/v1/leases/{lease.lease_id}/return", b"").code == "foreign_lease"
     assert swarm.judge(victim, swarm.honest(lease), lease).outcome is Outcome.ADMITTED
+
+
+@pytest.mark.parametrize("other", [{"slot": 77}, {"manifest_digest": "ab" * 32}, {"candidate": 0}])
+def test_attack_work_that_is_signed_for_as_another_slots(swarm: Swarm, other: dict[str, Any]) -> None:
+    """Were it judged, its evidence would convict the operator of having moved it."""
+    peer = swarm.peer()
+    lease = peer.lease()
+    own, body = slot_name(lease), write_rollouts(swarm.honest(lease))
+    reply = peer.submit(lease.lease_id, body, slot=msgspec.structs.replace(own, **other))
+    assert (reply.status, reply.code) == (409, "wrong_slot")
+    assert swarm.verdict(peer, peer.submit(lease.lease_id, body, slot=own)).outcome is Outcome.ADMITTED
 
 
 def test_expired_lease(swarm: Swarm) -> None:

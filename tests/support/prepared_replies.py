@@ -12,7 +12,7 @@ from node.client.api import CoordinatorClient
 from node.client.http import Backoff
 from node.keys.identity import node_id
 from node.protocol.admission import Outcome
-from node.protocol.messages import MESSAGE_VERSION, RECEIPT_DOMAIN, ErrorReply, Receipt, Registration
+from node.protocol.messages import MESSAGE_VERSION, RECEIPT_DOMAIN, ErrorReply, Lease, Receipt, Registration
 from node.protocol.run import DESCRIPTOR_DOMAIN, DESCRIPTOR_VERSION, Descriptor, EnvironmentSpec, RunSpec, run_id_of
 from shardcast.envelope import seal
 from shardcast.wire import encode
@@ -36,6 +36,7 @@ DESCRIPTOR = Descriptor(
     issued_at=1,
     expires_at=2**40,
 )
+LEASE = Lease(lease_id="a" * 64, version=1, manifest_digest="b" * 64, slot=3, expires_at=2**40)
 REGISTRATION = Registration(software="swarmproof", engine="torch", instance="0f" * 16, name="here")
 
 

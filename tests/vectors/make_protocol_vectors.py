@@ -152,6 +152,7 @@ def claim() -> m.RequestClaim:
         body_bytes=4,
         issued_at=1_760_000_000,
         nonce="00112233445566778899aabbccddeeff",
+        slot=m.SlotName(manifest_digest=DIGEST_A, slot=9, candidate=3),
     )
 
 
@@ -351,6 +352,8 @@ def wire_vectors() -> dict[str, Any]:
         m.SubmissionReply(submission=DIGEST_A),
         m.ErrorReply(code="clock_skew", message='Über "60 s"\n', server_time=1_760_000_000),
         claim(),
+        msgspec.structs.replace(claim(), slot=m.SlotName(manifest_digest=DIGEST_A, slot=9)),
+        msgspec.structs.replace(claim(), slot=msgspec.UNSET),
     ]
     floats = [0.0, -0.0, 1.0, 38.0, 0.1, 0.0001, 0.00001, 0.000001, 1.5e-7, 1e15, 1e16, 1e300, 5e-324]
     payload = b'{"software":"swarmproof 0.1.0","engine":"torch"}'

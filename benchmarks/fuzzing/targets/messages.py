@@ -28,6 +28,7 @@ from node.protocol.messages import (
     Rejection,
     RelayAnnouncement,
     RequestClaim,
+    SlotName,
     SubmissionReply,
     UploadReply,
     UploadRequest,
@@ -71,6 +72,7 @@ CLAIM = RequestClaim(
     body_bytes=123_456,
     issued_at=NOW,
     nonce="0f" * 16,
+    slot=SlotName(manifest_digest=OTHER_DIGEST, slot=7, candidate=3),
 )
 LEASE = Lease(lease_id=DIGEST, version=3, manifest_digest=OTHER_DIGEST, slot=7, expires_at=NOW + 60)
 INSTANCE = "0f" * 16

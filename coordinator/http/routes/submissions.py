@@ -46,7 +46,7 @@ async def submitter(request: Request) -> Submitter:
         raise Refusal(Reason.OVERSIZED_BODY, f"{claim.body_bytes} bytes, at most {limit} are taken.")
 
     def check(transaction: Connection) -> None:
-        coordinator.check_may_submit(transaction, node, lease_id, now=time.time())
+        coordinator.check_may_submit(transaction, node, lease_id, claimed=claim.slot, now=time.time())
 
     await service.signed.execute(request, node, claim, check)
     return Submitter(node, lease_id, envelope, claim)

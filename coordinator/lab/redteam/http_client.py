@@ -28,6 +28,7 @@ from node.protocol.messages import (
     LeaseRequest,
     Registration,
     RequestClaim,
+    slot_name,
 )
 from node.protocol.requests import sign_request
 from node.protocol.run import MAX_DESCRIPTOR_BYTES, Descriptor, open_descriptor
@@ -194,6 +195,7 @@ class HostileClient:
 
     async def submit(self, identity: Identity, lease: Lease, body: bytes, **changes: Any) -> tuple[RawReply, str]:
         """Upload a body for a lease."""
+        changes = {"slot": slot_name(lease), **changes}
         return await self.signed(identity, "PUT", f"/v1/submissions/{lease.lease_id}", body, **changes)
 
     async def status(self) -> dict[str, Any] | None:

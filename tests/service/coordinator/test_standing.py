@@ -19,7 +19,7 @@ from coordinator.storage.schema import SlotState, groups, slots, submissions
 from coordinator.storage.totals import partly_measured
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.evidence import Total, Totals
-from node.protocol.messages import LeaseRequest, VerdictEntry
+from node.protocol.messages import LeaseRequest, VerdictEntry, slot_name
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.run import HonestSpec, LevelSpec, StandingSpec
 
@@ -335,17 +335,17 @@ def test_a_group_left_out_undecided_may_be_submitted_again_as_it_was(actors: Act
     actors.now += standing.RECHECK_SECONDS
     second_verdicts(actors, Outcome.INDETERMINATE)
     with home.database.read() as connection:
-        body, slot_id = connection.execute(
-            select(submissions.c.body, submissions.c.slot_id).where(submissions.c.submission == unseen)
+        body, slot = connection.execute(
+            select(submissions.c.body, slots.c.number)
+            .join(slots, slots.c.id == submissions.c.slot_id)
+            .where(submissions.c.submission == unseen)
         ).one()
     (lease,) = actors.lease("new", held=(1,))
     with home.database.write() as connection:
-        assert (
-            work.check_lease(connection, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
-            == slot_id
-        )
+        under = {"node": who("new"), "lease_id": lease.lease_id, "spec": home.spec, "now": actors.now}
+        work.check_lease(connection, **under, claimed=slot_name(msgspec.structs.replace(lease, slot=slot)))
         again = work.StoredSubmission(b"again", body=body, body_bytes=1)
-        work.submit(connection, again, node=who("new"), lease_id=lease.lease_id, spec=home.spec, now=actors.now)
+        work.submit(connection, again, **under)
 
 
 def test_bad_bytes_are_not_taken_again(actors: Actors, home: Home) -> None:

@@ -22,6 +22,7 @@ import uvicorn
 from announced_relays import hanging
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dated_origin import DatedOrigin
+from msgspec import UNSET, UnsetType
 from sqlalchemy import delete, insert, update
 from verifying import InMemory, Part, drawn
 from witnessing import witnessing
@@ -51,7 +52,7 @@ from node.policy.models.tiny_llama import make_model, make_tokenizer
 from node.protocol.admission import Figures, Finding, Outcome, judge_drift, judge_group
 from node.protocol.checkpoints import log_key, open_witnessed
 from node.protocol.evidence import Drift, Total, Totals, follow
-from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
+from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, SlotName, VerdictEntry
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
 from node.protocol.run import (
@@ -106,13 +107,15 @@ class Audited:
     ADMITTED, ALSO_ADMITTED, WRONG_TOKEN, UNREADABLE, UNDECIDED, BATCH, SECOND_POLICY, SWITCHED = range(2, 10)
 
 
-def evidence(blobs: BlobStore, body: bytes, *, sha256: str | None = None) -> dict[str, str]:
+def evidence(
+    blobs: BlobStore, body: bytes, *, sha256: str | None = None, slot: SlotName | UnsetType = UNSET
+) -> dict[str, str]:
     """Store what a node sent, as the coordinator does, and return what the log says of it.
 
-    With `sha256` the node put the body into the run's object store.
+    With `sha256` the node put the body into the run's object store. Without `slot` it is of an older release.
     """
     path = f"/v1/submissions/{secrets.token_hex(32)}" + ("" if sha256 is None else f"/{sha256}")
-    _, envelope = sign_request(claim_of(RUN, "PUT", path, body), key=NODE)
+    _, envelope = sign_request(claim_of(RUN, "PUT", path, body, slot=slot), key=NODE)
     request = blobs.put(envelope)
     return {"submission": request, "request": request, "body": blobs.put(body), "node": node_id(NODE)}
 
@@ -191,8 +194,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_policy_path: Path) -> Ite
                 rules=Rules(RUN, SPEC, environments),
             )
         ).verdict
+        own = SlotName(manifest_digest=manifest_digest, slot=slot)
         entry = VerdictEntry(
-            **evidence(home.blobs, body),
+            **evidence(home.blobs, body, slot=UNSET if body is bodies[-1] else own),
             version=0,
             manifest_digest=manifest_digest,
             slot=slot,
@@ -416,7 +420,20 @@ LIES: dict[str, tuple[int, dict[str, object], str]] = {
     "rewards for the wrong answers": (Audited.ADMITTED, {"rewards": (1.0, 1.0)}, "verdict_differs"),
     "tokens that were not generated": (Audited.ADMITTED, {"tokens": 9999}, "verdict_differs"),
     "work credited to another node": (Audited.ADMITTED, {"node": "ab" * 32}, "evidence_signature"),
-    "work moved to another slot": (Audited.ADMITTED, {"slot": 77}, "verdict_differs"),
+    "work moved to another slot": (Audited.ADMITTED, {"slot": 77}, "evidence_slot"),
+    "work of a node that names no slot moved to another": (Audited.SWITCHED, {"slot": 77}, "verdict_differs"),
+    "honest work rejected as another slot's": (
+        Audited.ALSO_ADMITTED,
+        {
+            "slot": 77,
+            "outcome": Outcome.REJECTED,
+            "reason": Reason.WRONG_PROMPT,
+            "figures": None,
+            "totals": None,
+            "rewards": None,
+        },
+        "evidence_slot",
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from blake3 import blake3
 from msgspec import structs
 from prepared_replies import (
     DESCRIPTOR,
+    LEASE,
     NODE_KEY,
     OTHER_KEY,
     REGISTRATION,
@@ -26,7 +27,7 @@ from prepared_replies import (
 from node.client.api import CoordinatorClient
 from node.errors import BadReply, Refused
 from node.keys.identity import node_id
-from node.protocol.messages import RECEIPT_DOMAIN, ErrorReply, SubmissionReply
+from node.protocol.messages import RECEIPT_DOMAIN, ErrorReply, SubmissionReply, slot_name
 from node.protocol.requests import check_claim, open_claim, read_authorization
 from node.protocol.run import run_id_of
 from shardcast.envelope import seal
@@ -64,11 +65,12 @@ async def test_a_submission_is_streamed_from_its_file_and_named_by_its_signature
         assert request.content_length == 3 * 2**20
         assert blake3(await request.read()).digest() == blake3(body.read_bytes()).digest()
         envelope = read_authorization(request.headers["Authorization"])
-        assert open_claim(envelope)[1].body_digest == digest(body.read_bytes())
+        claim = open_claim(envelope)[1]
+        assert (claim.body_digest, claim.slot) == (digest(body.read_bytes()), slot_name(LEASE))
         return web.Response(status=202, body=encode(SubmissionReply(submission=digest(envelope))))
 
     async with serving(handler) as client:
-        assert len(await client.submit("a" * 64, body)) == 64
+        assert len(await client.submit(LEASE, body)) == 64
 
 
 async def test_a_refused_upload_is_heard_although_the_coordinator_never_reads_it(tmp_path):
@@ -87,7 +89,7 @@ async def test_a_refused_upload_is_heard_although_the_coordinator_never_reads_it
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with CoordinatorClient(url, run_id=RUN_ID, key=NODE_KEY) as client:
             with pytest.raises(Refused) as caught:
-                await client.submit("a" * 64, body)
+                await client.submit(LEASE, body)
     assert (caught.value.code, caught.value.status) == ("expired_lease", 409)
 
 
@@ -96,7 +98,7 @@ async def test_a_duplicate_names_the_submission_that_was_stored(tmp_path):
     handler = answers(lambda: refusal(409, "duplicate_submission", submission="e" * 64))
     async with serving(handler) as client:
         with pytest.raises(Refused) as caught:
-            await client.submit("a" * 64, tmp_path / "body")
+            await client.submit(LEASE, tmp_path / "body")
     assert caught.value.submission == "e" * 64
 
 
@@ -104,7 +106,7 @@ async def test_an_acknowledgement_of_another_submission_is_refused(tmp_path):
     (tmp_path / "body").write_bytes(b"x")
     async with serving(answers(encode(SubmissionReply(submission="f" * 64)))) as client:
         with pytest.raises(BadReply):
-            await client.submit("a" * 64, tmp_path / "body")
+            await client.submit(LEASE, tmp_path / "body")
 
 
 async def test_the_descriptor_is_taken_only_from_the_runs_own_key():

@@ -14,6 +14,7 @@ from aiohttp import web
 from ports import free_port
 from prepared_replies import (
     DESCRIPTOR,
+    LEASE,
     NODE_KEY,
     OTHER_KEY,
     QUICK,
@@ -300,7 +301,7 @@ async def test_an_upload_whose_answer_was_lost_is_found_again_at_another_coordin
 
     async with serving(store_and_die, store, backoff=NEVER) as client:
         with pytest.raises(Refused) as caught:
-            await client.submit("a" * 64, tmp_path / "body")
+            await client.submit(LEASE, tmp_path / "body")
     assert (caught.value.code, caught.value.submission) == (Reason.DUPLICATE_SUBMISSION, stored[0])
     assert len(stored) == 1
 

@@ -31,7 +31,7 @@ from .notes import open_checkpoint
 from .policy import Policy, read_policy
 from .proofs import prove
 from .sampling import choose, chunks_of, context_of, log_probability
-from .slots import CANDIDATES, Slot, kept_of, problem_of
+from .slots import CANDIDATES, Slot, kept_of, problem_of, slot_name
 from .submission import Expected, Row, write_file
 from .values import Refused, decode, derive, digest, encode
 
@@ -68,9 +68,11 @@ class Client:
         """Send a GET to the coordinator."""
         return send(self.url, "GET", path, max_bytes=max_bytes)
 
-    def signed(self, method: str, path: str, body: bytes, *, max_bytes: int = MAX_MESSAGE) -> tuple[Reply, str]:
+    def signed(
+        self, method: str, path: str, body: bytes, *, max_bytes: int = MAX_MESSAGE, **more: Any
+    ) -> tuple[Reply, str]:
         """Send a signed request; return the reply and the digest of the request's envelope."""
-        header, name = self.signer.sign(method, path, body)
+        header, name = self.signer.sign(method, path, body, **more)
         headers = {"Authorization": header}
         if body and method == "POST":
             headers["Content-Type"] = "application/json"
@@ -197,7 +199,9 @@ class Client:
 
     def submit(self, lease: dict[str, Any], rows: Sequence[Row]) -> str:
         """Submit the rows of a lease; return the submission's id, which is known before it is sent."""
-        reply, name = self.signed("PUT", f"/v1/submissions/{lease['lease_id']}", write_file(rows))
+        reply, name = self.signed(
+            "PUT", f"/v1/submissions/{lease['lease_id']}", write_file(rows), slot=slot_name(lease)
+        )
         answer = decode(SUBMISSION_REPLY, reply.expect(202), max_bytes=MAX_MESSAGE)
         if answer["submission"] != name:
             raise Refused("bad_reply", "another submission")

@@ -17,7 +17,7 @@ from .measure import Measured, Model, add_totals, measure
 from .messages import REQUEST_CLAIM, STATISTICS
 from .policy import Policy
 from .sampling import Turns
-from .slots import Problem, Slot, problem_of
+from .slots import Problem, Slot, problem_of, slot_name
 from .submission import Expected, Row, check_rows, read_file
 from .values import Refused, decode, digest
 
@@ -80,6 +80,8 @@ class Judge:
         match = re.fullmatch("/v1/submissions/[0-9a-f]{64}(?:/([0-9a-f]{64}))?", claim["path"])
         if match is None or claim["method"] != "PUT" or claim["run_id"] != self.log.run_id:
             raise Refused("evidence", "the request is no submission to this run")
+        if claim.get("slot", slot_name(entry)) != slot_name(entry):
+            raise Refused("evidence", "signed as the work of another slot")
         body = self.blob(entry["body"])
         if digest(body) != entry["body"] or len(body) != claim["body_bytes"]:
             raise Refused("evidence", "another body")

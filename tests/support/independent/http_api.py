@@ -9,6 +9,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -89,8 +90,11 @@ class Signer:
         """The node's id."""
         return self.key.public_key().public_bytes_raw().hex()
 
-    def sign(self, method: str, path: str, body: bytes) -> tuple[str, str]:
-        """Return the Authorization header for a request, and the digest of its envelope: a submission's id."""
+    def sign(self, method: str, path: str, body: bytes, **more: Any) -> tuple[str, str]:
+        """Return the Authorization header for a request, and the digest of its envelope: a submission's id.
+
+        `more` are fields of the claim that other requests leave out.
+        """
         claim = {
             "run_id": self.run_id,
             "method": method,
@@ -99,6 +103,7 @@ class Signer:
             "body_bytes": len(body),
             "issued_at": int(self.clock()),
             "nonce": secrets.token_hex(16),
+            **more,
         }
         envelope = seal(self.key, "swarmproof/request", encode(REQUEST_CLAIM, claim))
         return "Swarmproof " + base64.urlsafe_b64encode(envelope).decode(), digest(envelope)

@@ -244,6 +244,7 @@ DESCRIPTOR = Record(
 
 # Section 3: requests and the HTTP API.
 
+SLOT_NAME = Record({"manifest_digest": DIGEST, "slot": COUNT, "candidate": integer(0, 31)}, frozenset({"candidate"}))
 REQUEST_CLAIM = Record(
     {
         "run_id": DIGEST,
@@ -253,7 +254,9 @@ REQUEST_CLAIM = Record(
         "body_bytes": COUNT,
         "issued_at": COUNT,
         "nonce": NONCE,
-    }
+        "slot": SLOT_NAME,
+    },
+    frozenset({"slot"}),
 )
 WITHOUT_A_SHAPE = re.compile(
     "[\u115f\u1160\u3164\uffa0\u034f\u17b4\u17b5\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]"

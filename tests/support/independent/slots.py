@@ -53,6 +53,11 @@ class Slot:
         return next(POOLS[index] for index in range(3) if ticket < sum(shares[: index + 1]))
 
 
+def slot_name(named: dict[str, Any]) -> dict[str, Any]:
+    """Return the name of a lease's or a verdict's slot, as a submission is signed for it (3.2)."""
+    return {field: named[field] for field in ("manifest_digest", "slot", "candidate") if field in named}
+
+
 def kept_of(environment: dict[str, Any]) -> list[int] | None:
     """Return the kept indexes of an environment's finite set, ascending; None where it has none (5.1)."""
     problems = environment.get("problems")

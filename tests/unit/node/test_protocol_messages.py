@@ -42,6 +42,7 @@ VERDICT = m.VerdictEntry(
 CLAIM = m.RequestClaim(
     run_id=DIGEST, method="GET", path="/v1/run", body_digest=DIGEST, body_bytes=0, issued_at=0, nonce="0" * 32
 )
+SLOT = m.SlotName(manifest_digest=DIGEST, slot=MAX_INTEGER, candidate=31)
 RECEIPT = m.Receipt(
     run_id=DIGEST,
     submission=DIGEST,
@@ -85,6 +86,8 @@ EXAMPLES = [
     STANDING,
     REJECTION,
     CLAIM,
+    SLOT,
+    msgspec.structs.replace(CLAIM, slot=SLOT),
     RECEIPT,
     VERDICT,
     REGISTRATION,
@@ -124,6 +127,8 @@ def test_no_message_takes_a_field_it_does_not_know(value: msgspec.Struct) -> Non
         (CLAIM, "method", "DELETE"),
         (CLAIM, "path", "/" * 501),
         (CLAIM, "nonce", "A" * 32),
+        (CLAIM, "slot", None),
+        (SLOT, "candidate", 32),
         (CLAIM, "nonce", "a" * 31),
         (CLAIM, "nonce", "a" * 32 + "\n"),
         (CLAIM, "issued_at", -1),

@@ -16,6 +16,7 @@ from node.protocol.messages import (
     RECEIPT_DOMAIN,
     REQUEST_DOMAIN,
     RequestClaim,
+    SlotName,
 )
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import (
@@ -61,7 +62,8 @@ def test_a_signed_request_opens_to_its_signer_and_claim() -> None:
 
 
 def test_the_longest_claim_fits_the_header() -> None:
-    claim = msgspec.structs.replace(CLAIM, path="/" + "x" * 499, body_bytes=2**53 - 1, issued_at=2**53 - 1)
+    slot = SlotName(manifest_digest=RUN, slot=2**53 - 1, candidate=31)
+    claim = msgspec.structs.replace(CLAIM, path="/" + "x" * 499, body_bytes=2**53 - 1, issued_at=2**53 - 1, slot=slot)
     header, _ = sign_request(claim, key=KEY)
     assert len(header) < MAX_HEADER_BYTES
     assert open_claim(read_authorization(header))[1] == claim
