@@ -46,9 +46,9 @@ class Reason(StrEnum):
     )
     BAD_SIGNATURE = (
         "bad_signature",
-        "The signature does not match what was sent; sign the exact bytes with the node's key.",
-        "A request was changed after it was signed: something on the way alters what is sent.",
-        _NO_PROXY,
+        "What is signed is not of this release, or not what was sent; sign the exact bytes, for this method and path.",
+        "This worker and the coordinator are of different releases, or something on the way changes what is sent.",
+        "Take the coordinator's release. If you have it, use the coordinator's own address, without a proxy between.",
         401,
     )
     REPLAYED_REQUEST = (
