@@ -1,7 +1,7 @@
 """The environments that a run can train on, by the names that run.toml gives them.
 
-One of this package is a file with a class like `Arithmetic`, and a line here. Those of other packages need no change
-here: each runs in a process of its own (`node.environments.isolated`).
+One of this package is a file with a class like `Arithmetic`, which stands in `_BUILT_IN` and its type. Those of other
+packages need no change here: each runs in a process of its own (`node.environments.isolated`).
 """
 
 from __future__ import annotations
