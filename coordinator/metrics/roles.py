@@ -46,7 +46,7 @@ class VerifierMetrics:
         )
         self.deferred = Counter(
             "swarmproof_verifier_deferred",
-            "Submissions that it put back, because their policy could not be had yet.",
+            "Submissions that it put back, because their policy or their body could not be had yet.",
             registry=registry,
         )
         self.late = Counter(

@@ -25,8 +25,10 @@ from coordinator.run.home import Home
 from coordinator.storage import training, verdicts
 from coordinator.storage.faults import DatabaseAway, advice, is_away, trouble_of
 from coordinator.storage.verdicts import QueueItem
+from coordinator.verifier import deferrals
 from coordinator.verifier.bodies import BodyUnavailable, body_reader
-from coordinator.verifier.claimed import claim_of, given_up, log_context, submissions_at_once
+from coordinator.verifier.claimed import claim_of, given_up, submissions_at_once
+from coordinator.verifier.deferrals import STORE, Deferrals
 from coordinator.verifier.evidence import DEFAULT_EVIDENCE_LIMITS, EvidenceLimits
 from coordinator.verifier.policy_cache import PolicyCache
 from coordinator.verifier.rebuilding import GroupRebuilder
@@ -58,9 +60,8 @@ CLAIM_SECONDS = 60.0
 MAX_CLAIM_SECONDS = 6 * 3600.0
 """How long claims are renewed: the longest that judging what was claimed together may take."""
 
-RETRY_SECONDS = 1.0
 MAX_ENGINE_FAILURES = 5
-"""Consecutive failures of the engine that end a verifier; the pauses between them double from RETRY_SECONDS on."""
+"""Consecutive failures of the engine that end a verifier; the pauses between them double each time."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,11 @@ class Verifier:
         self._rules = Rules(home.run_id, home.spec, [])
         self._bodies = body_reader(home)
         self._recorder = VerdictRecorder(home, self._bodies, self._metrics, limits=settings.evidence)
-        self._rebuilder = GroupRebuilder(home, self._bodies, defer=self._defer)
+        self._deferrals = Deferrals(home, self._metrics)
+        self._rebuilder = GroupRebuilder(home, self._bodies, self._deferrals)
         self._history = KeptHistory(settings.state, run_id=home.run_id)
         self._engine_failures = 0
         self._has_fetched_again = False
-        self._unreleased: list[QueueItem] = []
 
     async def run(self, stop: asyncio.Event) -> None:
         """Verify until `stop` is set, retrying while the database, the store or a policy is unavailable."""
@@ -209,8 +210,10 @@ class Verifier:
             except (DatabaseAway, OSError) as error:
                 self._metrics.outages.inc()
                 self._condition.trouble = trouble_of(error)
-                log.warning("database or disk unavailable, retrying every %.0f s: %s", RETRY_SECONDS, advice(error))
-                pause = RETRY_SECONDS
+                log.warning(
+                    "database or disk unavailable, retrying every %.0f s: %s", deferrals.RETRY_SECONDS, advice(error)
+                )
+                pause = deferrals.RETRY_SECONDS
             if pause:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), pause)
@@ -221,7 +224,7 @@ class Verifier:
         if self._engine_failures >= MAX_ENGINE_FAILURES:
             code = error.__cause__.code if isinstance(error.__cause__, EngineFailed) else None
             raise EngineFailed(f"The engine failed {self._engine_failures} times in a row: {error}", code=code)
-        pause = RETRY_SECONDS * 2 ** (self._engine_failures - 1)
+        pause = deferrals.RETRY_SECONDS * 2 ** (self._engine_failures - 1)
         log.error("%s Trying again in %.0f s", error, pause)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), pause)
@@ -240,7 +243,7 @@ class Verifier:
         Raises EngineAway, DatasetAway, EngineFailed, and DatabaseAway or OSError where the database or the disk is
         away, after what is not judged was put back: here, or before the next claim if that cannot be written now.
         """
-        await self._release()
+        await self._deferrals.release()
         claimed = await asyncio.to_thread(self._claim)
         if claimed:
             self._metrics.claims.inc(len(claimed))
@@ -250,15 +253,15 @@ class Verifier:
                     async with self._renewing(claimed):
                         await self._judge(claimed, cache)
                 except StoreAway as error:
-                    log.warning("%d submissions deferred, blob store unavailable: %s", len(claimed), error)
-                    await self._defer_all(claimed)
+                    self._deferrals.begin(STORE, error)
+                    await self._deferrals.defer_all(claimed)
                 except (EngineAway, DatasetAway, EngineFailed):
-                    await self._defer_all(claimed)
+                    await self._deferrals.defer_all(claimed)
                     raise
                 except (DatabaseAway, OSError) as error:
                     # Other errors may be what a submission does to its verifiers, so its claims count.
                     if is_away(error):
-                        await self._defer_all(claimed)
+                        await self._deferrals.defer_all(claimed)
                     raise
             self._engine_failures = 0
             await asyncio.to_thread(self._history.keep_current, self._home.database)
@@ -313,12 +316,12 @@ class Verifier:
             found = decided[one.submission]
             if isinstance(found, PolicyUnavailable | BodyUnavailable):
                 away = found if isinstance(found, EngineAway | DatasetAway) else away
-                with log_context(one):
-                    log.warning("submission %s… deferred: %s", one.submission[:16], found)
                 if not one.recheck or verdicts.clock() < one.recheck_by:
-                    await asyncio.to_thread(self._defer, one)
+                    await self._deferrals.defer(one, found)
                     continue
                 found = JudgedClaim(verdict=undecided(found))  # training waits for a recheck
+            elif found.rows:
+                self._deferrals.measured(one)
             judged.append((one, found))
         if judged:
             blueprints = await self._blueprints(judged, cache)
@@ -373,19 +376,3 @@ class Verifier:
         """
         with self._home.database.read() as connection:
             return training.published_since(connection, version)
-
-    async def _defer_all(self, claimed: Sequence[QueueItem]) -> None:
-        self._unreleased += claimed
-        await self._release()
-
-    async def _release(self) -> None:
-        """Put back what is still to be; raises DatabaseAway or OSError, and the rest is put back the next time."""
-        while self._unreleased:
-            await asyncio.to_thread(self._defer, self._unreleased[0])
-            del self._unreleased[0]
-
-    def _defer(self, claimed: QueueItem) -> None:
-        with self._home.database.write() as connection:
-            until = verdicts.clock() + RETRY_SECONDS
-            verdicts.defer(connection, claimed, until=until)
-        self._metrics.deferred.inc()

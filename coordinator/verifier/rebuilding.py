@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from coordinator.run.home import Home
 from coordinator.storage import rebuilds
@@ -13,6 +13,7 @@ from coordinator.storage.verdicts import QueueItem
 from coordinator.training.groups import encode_group
 from coordinator.verifier.bodies import BodyReader, BodyUnavailable
 from coordinator.verifier.claimed import claim_of, given_up, group_of, log_context
+from coordinator.verifier.deferrals import Deferrals
 from coordinator.verifier.policy_cache import PolicyCache
 from node.protocol.admission import Outcome, Verdict
 from node.verification.judge import JudgedClaim
@@ -25,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 class GroupRebuilder:
-    """Rebuilds the groups of claimed submissions; `defer` puts one back into the queue."""
+    """Rebuilds the groups of claimed submissions."""
 
-    def __init__(self, home: Home, bodies: BodyReader, *, defer: Callable[[QueueItem], None]) -> None:
+    def __init__(self, home: Home, bodies: BodyReader, deferrals: Deferrals) -> None:
         self._home = home
         self._bodies = bodies
-        self._defer = defer
+        self._deferrals = deferrals
 
     async def rebuild(
         self, claimed: QueueItem, cache: PolicyCache, published: Mapping[int, str], *, rules: Rules
@@ -56,11 +57,12 @@ class GroupRebuilder:
         except BodyUnavailable as error:
             found = error
         if isinstance(found, PolicyUnavailable | BodyUnavailable):
-            log.warning("rebuilding the group of %s… deferred: %s", claimed.submission[:16], found)
-            await asyncio.to_thread(self._defer, claimed)
+            await self._deferrals.defer(claimed, found)
             if isinstance(found, EngineAway | DatasetAway):
                 raise found
             return
+        if found.rows:
+            self._deferrals.measured(claimed)
         await asyncio.to_thread(self._record, claimed, found, kept)
 
     async def _measure_again(

@@ -22,6 +22,7 @@ from coordinator.run.history import KeptHistory
 from coordinator.storage import log, verdicts
 from coordinator.storage.verdicts import QueueItem
 from coordinator.verifier import daemon as verifier
+from coordinator.verifier import deferrals
 from coordinator.verifier import policy_cache as policy_shelf
 from coordinator.verifier.bodies import BodyReader
 from coordinator.verifier.policy_cache import PolicyCache
@@ -188,7 +189,7 @@ def test_a_blob_folder_that_is_gone_for_a_while_uses_up_no_attempts(run: Run, mo
         attempts.append(claimed.attempts)
         return fetch(reader, claimed)
 
-    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(deferrals, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(BodyReader, "_fetch", unmounted)
     peer = run.swarm.peer()
     lease = peer.lease()

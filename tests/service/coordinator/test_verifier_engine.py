@@ -23,6 +23,7 @@ from coordinator.storage.folder_blobs import FolderBlobs
 from coordinator.storage.schema import submissions
 from coordinator.training.groups import encode_group
 from coordinator.verifier import daemon as verifier
+from coordinator.verifier import deferrals
 from coordinator.verifier.daemon import MAX_ENGINE_FAILURES, Verifier, VerifierSettings
 from node.engines.base import EngineDied
 from node.errors import EngineFailed
@@ -103,7 +104,7 @@ def test_an_engine_that_dies_while_it_loads_costs_its_claims_nothing(
     tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The verifier would end, and the work wait until its claims do."""
-    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(deferrals, "RETRY_SECONDS", 0.02)
     made: list[Dying] = []
 
     def make(spec: RunSpec, _share: float) -> Dying:
@@ -127,7 +128,7 @@ def test_an_engine_that_dies_while_it_loads_costs_its_claims_nothing(
 def test_an_engine_that_keeps_dying_ends_its_verifier_with_one_sentence(
     tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(deferrals, "RETRY_SECONDS", 0.02)
     home = create_home(tmp_path / "run", public_key=RUN_KEY.public_key().public_bytes_raw(), spec=small_spec())
     origin = Origin(tmp_path / "origin", RUN_KEY, home.run_id)
     server = OriginServer(origin)
@@ -180,7 +181,7 @@ def test_a_full_disk_costs_its_claims_nothing(
     is_database_full: bool, tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Honest work was given up as indeterminate after six seconds of it."""
-    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(deferrals, "RETRY_SECONDS", 0.02)
     full: list[Exception] = [OSError(errno.ENOSPC, "No space left on device") for _ in range(verdicts.MAX_CLAIMS + 1)]
     monkeypatch.setattr(
         "coordinator.verifier.recording.encode_group", failing(encode_group, full)
@@ -200,7 +201,7 @@ def test_an_error_that_a_submission_may_cause_counts_as_an_attempt(
     tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Put back for nothing, one that nobody can judge would keep the whole queue waiting for ever."""
-    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(deferrals, "RETRY_SECONDS", 0.02)
     odd: list[Exception] = [OSError(errno.E2BIG, "Argument list too long")]
     monkeypatch.setattr("coordinator.verifier.recording.encode_group", failing(encode_group, odd))
     with running(tmp_path, tiny_policy_path) as swarm:
@@ -213,7 +214,7 @@ def test_an_error_that_a_submission_may_cause_counts_as_an_attempt(
 def test_one_body_that_the_disk_does_not_give_keeps_no_other_waiting(
     tiny_policy_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifier, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(deferrals, "RETRY_SECONDS", 0.02)
     bad: set[str] = set()
     get = FolderBlobs.get
 
