@@ -129,8 +129,14 @@ def fine_tune(
 
         def prepare() -> PreparedSft:
             require_empty(job.to)
+            is_new = not job.state.exists()
             held.callback(FolderLock(job.state).release)
-            return _prepare(job, stop=stop)
+            try:
+                return _prepare(job, stop=stop)
+            except BaseException:
+                if is_new and not (job.state / INDEX).exists():
+                    shutil.rmtree(job.state, ignore_errors=True)
+                raise
 
         prepared = _from_first(world, prepare)
         work = _FineTuning(job, prepared, observer=observer, stop=stop)

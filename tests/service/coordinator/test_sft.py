@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coordinator.errors import BadConfiguration, UnfitModel
+from coordinator.sft.rows import BadData
 from coordinator.sft.run import SftResult, SftStopped
 from coordinator.training import world
 from coordinator.training.checkpoint import checkpoints
@@ -188,6 +189,16 @@ def test_nothing_is_done_where_it_could_not_be_written(folder: Path) -> None:
     assert not job.state.exists()
 
 
+def test_a_folder_of_the_users_own_stays_where_the_data_are_refused(folder: Path) -> None:
+    job = job_in(folder)
+    job.state.mkdir()
+    (job.state / "notes.txt").write_text("mine")
+    job.data.write_text("{}\n")
+    with pytest.raises(BadData):
+        run_job(job)
+    assert (job.state / "notes.txt").exists()
+
+
 def test_two_at_once_in_one_folder_are_refused(folder: Path) -> None:
     job, refusals = job_in(folder, **SHORT), list[str]()
 
@@ -255,7 +266,7 @@ def test_a_model_without_the_named_layers_is_refused_before_its_data_are_read(fo
     job = job_in(folder, lora=LoraSpec(rank=1, alpha=1.0))
     with pytest.raises(UnfitModel, match="--lora-targets: a finch model has no q_proj"):
         run_job(replace(job, model=folder / "finch"))
-    assert not (job.state / "data").exists()
+    assert not job.state.exists()
 
 
 def invoke(folder: Path, *arguments: str, **changes: Path) -> Any:
@@ -287,6 +298,8 @@ def test_a_wrong_option_is_refused_in_a_sentence(folder: Path, arguments: tuple[
     assert said in ended.output
     assert "hint:" in ended.output
     assert not (folder / "tuned").exists()
+    is_prepared = (folder / "tuned.sft" / "sft.json").exists()
+    assert (folder / "tuned.sft").exists() == is_prepared, "else there is nothing that the next try would go on with"
 
 
 def test_a_folder_that_is_no_model_is_refused(folder: Path) -> None:
