@@ -127,5 +127,7 @@ def rollouts(*, data: Path, to: Path, database_url: str | None, rejected: bool) 
     click.echo(f"{done.rollouts:,} rollouts of {done.submissions:,} submissions are in {to}, in {done.files} {files}")
     if done.unreadable:
         click.echo(f"left out: {done.unreadable:,} rejected submissions whose files cannot be read", err=True)
+    if done.expired:
+        click.echo(f"left out: {done.expired:,} submissions whose files were removed (--keep-evidence)", err=True)
     if done.missing:
         click.echo(f"warning: {done.missing:,} submissions are missing: their blobs are gone or damaged", err=True)

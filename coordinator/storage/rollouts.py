@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from coordinator.storage.database import Database
 from coordinator.storage.derived_rows import leaves_from
-from coordinator.storage.schema import groups, slots, submissions
+from coordinator.storage.schema import SubmissionState, groups, slots, submissions
 from node.protocol.admission import Outcome
 
 _VERDICT: Final = b'{"type":"verdict","submission":"'
@@ -22,7 +22,8 @@ class JudgedRow:
     """A submission with its verdict.
 
     `body` and `blob` name the blobs of its file and of its admitted group; `blob` is None if it was not admitted.
-    `step` is the training step that used it, `recheck` the outcome of a second verdict.
+    `step` is the training step that used it, `recheck` the outcome of a second verdict. The files of one that
+    `is_expired` are removed (`coordinator.storage.retention`).
     """
 
     log_index: int
@@ -36,6 +37,7 @@ class JudgedRow:
     body: str
     blob: str | None
     step: int | None
+    is_expired: bool
 
 
 def judged(database: Database, outcomes: Collection[Outcome]) -> Iterator[JudgedRow]:
@@ -53,6 +55,7 @@ def judged(database: Database, outcomes: Collection[Outcome]) -> Iterator[Judged
             submissions.c.body,
             groups.c.blob,
             groups.c.step,
+            (submissions.c.state == SubmissionState.EXPIRED).label("is_expired"),
         )
         .join(slots, slots.c.id == submissions.c.slot_id)
         .outerjoin(groups, groups.c.submission == submissions.c.submission)

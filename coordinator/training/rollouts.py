@@ -56,12 +56,15 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class ExportedRollouts:
-    """What was written; `unreadable` submissions were rejected because their files cannot be read."""
+    """What was written; `unreadable` submissions were rejected because their files cannot be read, and those of
+    `expired` ones are removed after a time, as the operator wants it.
+    """
 
     files: int = 0
     submissions: int = 0
     rollouts: int = 0
     unreadable: int = 0
+    expired: int = 0
     missing: int = 0
     """Submissions whose blobs are gone or damaged."""
 
@@ -77,6 +80,9 @@ def export_rollouts(
     done = ExportedRollouts()
     with written_folder(folder) as partial, _Files(partial, file_bytes=file_bytes) as files:
         for one in judged(home.database, outcomes):
+            if one.is_expired:
+                done.expired += 1
+                continue
             try:
                 rows = list(_rows(home, one))
             except (StorageFault, CorruptRead):

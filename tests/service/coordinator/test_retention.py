@@ -226,7 +226,10 @@ def test_an_audit_names_what_is_gone_and_neither_fails_nor_passes_for_it(
     assert (reply.status, reply.code) == (410, "evidence_expired")
     assert peer.send("GET", f"/v1/blobs/{admitted}").status == 200, "no step has used it"
     assert peer.send("GET", f"/v1/receipts/{junk[0]}").status == 200
-    assert b"files of this submission are removed" in peer.send("GET", f"/submissions/{junk[0]}").body
+    page = peer.send("GET", f"/submissions/{junk[0]}").body
+    assert b"files of this submission are removed" in page
+    assert f"/v1/blobs/{junk[0]}".encode() not in page, "no link to what is gone"
+    assert f"/v1/blobs/{admitted}".encode() in peer.send("GET", f"/submissions/{admitted}").body
     assert audit()[:2] == (2, {"agree": 1, "unavailable": 2}), "files that go on the day are withheld"
 
     monkeypatch.setattr(evidence, "MIN_KEPT_SECONDS", 0.5)
@@ -243,4 +246,4 @@ def test_an_audit_names_what_is_gone_and_neither_fails_nor_passes_for_it(
     check_state(served.home, (), report=differences.append)
     assert differences == []
     exported = export_rollouts(served.home, tmp_path / "export", rejected=True)
-    assert (exported.submissions, exported.missing + exported.unreadable) == (1, 2)
+    assert (exported.submissions, exported.expired, exported.missing) == (1, 2, 0)
