@@ -1,4 +1,7 @@
-"""How many slots nodes that are not proven have in flight, in all and at one place.
+"""How many slots nodes that are not proven have in flight, and may have, in all and at one place.
+
+Together they hold at most half of all, so that free keys cannot crowd out others, and those of one place at most
+PLACE_SHARE times what they leave free for others.
 
 A count reads a row for each slot in flight. With thousands of workers in a run, all of them new at first, and a count
 for each lease, leases would take most of a coordinator's time. So a count of many rows, of all places at once, is kept
@@ -15,9 +18,16 @@ from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select
 from sqlalchemy.sql import union_all
 
 from coordinator.storage.prepared import Prepared, Rows, insert_into
+from coordinator.storage.progress import Progress, progress
 from coordinator.storage.schema import leases, newcomers, nodes, submissions
+from coordinator.storage.slot_supply import capacity_of
 from coordinator.storage.standing import is_unproven
 from coordinator.storage.work_statements import IS_ACTIVE, IS_WITHOUT_VERDICT
+from node.protocol.run import RunSpec
+
+PLACE_SHARE: Final = 3
+"""Keys are free and addresses nearly so: n places that take all they get hold 3 / (1 + 3 n) of the newcomers' slots
+each, and leave some for the next one (dynamic thresholds; Choudhury and Hahne, 1998)."""
 
 FEW: Final = 64
 """Slots in flight that are counted each time."""
@@ -67,17 +77,34 @@ _ADD_AT = Prepared(
 """Of a place, where a count is kept."""
 
 
+def capacity(connection: Connection, spec: RunSpec) -> int:
+    """Return how many slots they may have in flight together, at least 1."""
+    return _share(progress(connection), spec=spec)
+
+
+def free_slots(
+    connection: Connection, at: Progress, kept: Callable[[], Rows], *, spec: RunSpec, place: str, now: float
+) -> int:
+    """Return how many more slots those of a place may take, whose kept counts were asked for.
+
+    Called in the transaction of a lease, which excludes others.
+    """
+    taken, there = _taken_slots(connection, place, kept, now=now)
+    free = _share(at, spec=spec) - taken
+    return min(free, PLACE_SHARE * free - there) if place and free > 0 else free
+
+
 def ask_for_kept(connection: Connection, place: str) -> Callable[[], Rows]:
     """Ask for the counts that are kept; PostgreSQL is not waited for."""
     return _KEPT.ask(connection, {"of_place": place})
 
 
-def taken_slots(connection: Connection, place: str, kept_rows: Callable[[], Rows], *, now: float) -> tuple[int, int]:
-    """Return how many slots nodes that are not proven hold or have submitted without a verdict, in all and at `place`,
-    whose kept counts were asked for.
+def _share(at: Progress, *, spec: RunSpec) -> int:
+    return max(1, capacity_of(at, spec=spec) // 2)
 
-    Called in the transaction of a lease, which excludes others.
-    """
+
+def _taken_slots(connection: Connection, place: str, kept_rows: Callable[[], Rows], *, now: float) -> tuple[int, int]:
+    """Return how many slots they hold or have submitted without a verdict, in all and at `place`."""
     kept = {row[0]: row[1:] for row in kept_rows()}
     if _ALL in kept:
         taken, rows, counted_at = kept[_ALL]

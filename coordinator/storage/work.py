@@ -5,9 +5,8 @@ Every function takes a write transaction, the time and the run's spec, and keeps
 - A slot is leased to one node at a time, and never again to a node whose submission for it was rejected. One that a
   step is about to need goes from a node that is late to a proven one.
 - A new node gets one slot at a time, and one more with each fully measured and admitted group, until one is rejected;
-  unproven nodes together hold at most half of all slots in flight, those of one place at most PLACE_SHARE times what
-  they leave free for others, and nodes of one address a fixed number of leases. With work under way a node counts as
-  where it began that.
+  unproven nodes together, and those of one place, hold what `newcomers` leaves them, and nodes of one address a fixed
+  number of leases. With work under way a node counts as where it began that.
 - What a node returns or lets lapse goes to nodes of other places first; who returns more than its budget waits.
 - A banned node gets no lease.
 - At most (max_async + 1) training steps' worth of slots is in flight, so that no admitted group grows stale
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -31,9 +30,9 @@ from coordinator.storage import work_statements as statements
 from coordinator.storage.counters import count_final
 from coordinator.storage.places import place_of
 from coordinator.storage.prepared import Prepared, Rows
-from coordinator.storage.progress import Progress, progress
+from coordinator.storage.progress import Progress
 from coordinator.storage.schema import LeaseState, SlotState, SubmissionState
-from coordinator.storage.slot_supply import Demand, TakenSlot, capacity_of, lacked_environments, take
+from coordinator.storage.slot_supply import Demand, TakenSlot, lacked_environments, take
 from coordinator.storage.standing import backoff_seconds, most_slots, note_return, start_backoff
 from node.protocol.messages import Lease, LeaseReply, LeaseRequest, SlotName
 from node.protocol.reasons import Reason, Refusal
@@ -42,9 +41,6 @@ from node.protocol.standing import Standing
 from shardcast.wire import digest, is_digest
 
 IDLE_RETRY_SECONDS = 0.25
-PLACE_SHARE = 3
-"""Keys are free and addresses nearly so: n places that take all they get hold 3 / (1 + 3 n) of the newcomers' slots
-each, and leave some for the next one (dynamic thresholds; Choudhury and Hahne, 1998)."""
 OTHERS_FIRST_SECONDS = 5.0
 """For how long a slot that was given up is not leased to the same place again."""
 OF_LATE_SECONDS = 60.0
@@ -75,48 +71,64 @@ def lease(
     says when to retry.
     """
     locks.leasing(connection)
-    address, place = quota.address, place_of(quota.address)
+    place = place_of(quota.address)
     kept = newcomers.ask_for_kept(connection, place)
     found, (head, last_step, manifest, unfinished, has_overdue) = _look(connection, node, check, spec=spec, now=now)
     if has_overdue:
         expire_leases(connection, spec=spec, now=now)
         found, (head, last_step, manifest, unfinished, _) = _look(connection, node, check, spec=spec, now=now)
     at = Progress.of(head, last_step)
-    there = {"of_node": node, "now": now, "from_address": address, "from_place": place}
+    there = {"of_node": node, "now": now, "from_address": quota.address, "from_place": place}
     oldest_held = min((held for held in request.held_versions if held <= at.head), default=None)
     seen = statements.NODE_SEEN.send(connection, {**there, "oldest_held": oldest_held, "is_busy": unfinished > 0})
     standing = _standing(node, (found or seen)())
     if unfinished > 0 and standing.address:
         if standing.place != place:
             kept = newcomers.ask_for_kept(connection, standing.place)
-        address, place = standing.address, standing.place
+        quota, place = replace(quota, address=standing.address), standing.place
     if standing.of_slots.is_banned(spec.standing):
         raise Refusal(Reason.BANNED, f"{standing.of_slots.strikes} slots of node {node[:16]}… were rejected.")
     wait = backoff_seconds(standing.not_before, batch=spec.batch, now=now)
     most = most_slots(standing.of_slots, batch=spec.batch) - unfinished
     if quota.most_leases:
-        most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=address))
+        most = min(most, quota.most_leases - _count(connection, statements.HELD_AT, address=quota.address))
     if not standing.proven and most > 0 and wait <= 0:
-        most = min(most, _unproven_capacity(connection, at, kept, spec=spec, place=place, now=now))
+        most = min(most, newcomers.free_slots(connection, at, kept, spec=spec, place=place, now=now))
     wanted = min(request.slots, most)
     if wait > 0 or wanted <= 0 or at.head < 0 or at.is_over(spec):
         return LeaseReply(leases=(), head_version=at.head, retry_after_seconds=max(wait, IDLE_RETRY_SECONDS))
     usable = _usable_versions(connection, request.held_versions, at, spec=spec, now=now)
+    what = Demand(versions=usable, most=wanted, lacks=lacked_environments(request, spec))
+    chosen = _take(connection, what, at, manifest, node=node, place=place, proven=standing.proven, spec=spec, now=now)
+    granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
+    if granted and not standing.proven:
+        newcomers.note_leased(connection, place, len(granted), now=now)
+    return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
+
+
+def _take(
+    connection: Connection,
+    what: Demand,
+    at: Progress,
+    manifest: str,
+    *,
+    node: str,
+    place: str,
+    proven: bool,
+    spec: RunSpec,
+    now: float,
+) -> list[TakenSlot]:
+    """Take slots for a node; late ones of others are reopened for one that is proven."""
     who: dict[str, str | float] = {
         "node": node,
         "place": place,
         "lately": now - OTHERS_FIRST_SECONDS,
         "ahead": now + gaps.CLOCK_STEP_SECONDS,
     }
-    if standing.proven:
+    if proven:
         who["seen_since"] = now - OF_LATE_SECONDS
-        _reopen_late(connection, at, node=node, place=place, versions=usable, most=wanted, spec=spec, now=now)
-    what = Demand(versions=usable, most=wanted, lacks=lacked_environments(request, spec))
-    chosen = take(connection, who, what, proven=standing.proven, at=at, manifest=manifest, spec=spec, now=now)
-    granted = tuple(_issue_lease(connection, row, node=node, spec=spec, now=now) for row in chosen)
-    if granted and not standing.proven:
-        newcomers.note_leased(connection, place, len(granted), now=now)
-    return LeaseReply(leases=granted, head_version=at.head, retry_after_seconds=0.0 if granted else IDLE_RETRY_SECONDS)
+        _reopen_late(connection, at, what, node=node, place=place, spec=spec, now=now)
+    return take(connection, who, what, proven=proven, at=at, manifest=manifest, spec=spec, now=now)
 
 
 def _usable_versions(
@@ -139,19 +151,11 @@ def _usable_versions(
 
 
 def _reopen_late(
-    connection: Connection,
-    at: Progress,
-    *,
-    node: str,
-    place: str,
-    versions: Sequence[int],
-    most: int,
-    spec: RunSpec,
-    now: float,
+    connection: Connection, at: Progress, what: Demand, *, node: str, place: str, spec: RunSpec, now: float
 ) -> None:
-    """End at most `most` late leases of slots that a step is about to need, so that this proven node can take them."""
-    where = {"node": node, "place": place, "versions": versions}
-    for name, holder in gaps.late_leases(connection, at, **where, spec=spec, now=now)[:most]:  # type: ignore[arg-type]
+    """End late leases of slots that a step is about to need, so that this proven node can take them."""
+    late = gaps.late_leases(connection, at, node=node, place=place, versions=what.versions, spec=spec, now=now)
+    for name, holder in late[: what.most]:
         overtake(connection, name, holder, spec=spec, now=now)
 
 
@@ -342,26 +346,6 @@ def _standing(node: str, rows: Rows) -> _Standing:
     ((admitted, rejected_streak, not_before, verified, strikes, address, place),) = rows
     of_slots = Standing(verified=verified, strikes=strikes)
     return _Standing(admitted, rejected_streak, not_before, of_slots, address, place)
-
-
-def _unproven_capacity(
-    connection: Connection, at: Progress, kept: Callable[[], Rows], *, spec: RunSpec, place: str, now: float
-) -> int:
-    """Return how many more slots unproven nodes of a place may take: together half of all, so that free keys cannot
-    crowd out others, and of one place no more than PLACE_SHARE times what is free.
-    """
-    taken, there = newcomers.taken_slots(connection, place, kept, now=now)
-    free = _unproven_share(at, spec=spec) - taken
-    return min(free, PLACE_SHARE * free - there) if place and free > 0 else free
-
-
-def newcomers_capacity(connection: Connection, spec: RunSpec) -> int:
-    """Return how many slots unproven nodes may have in flight together, at least 1."""
-    return _unproven_share(progress(connection), spec=spec)
-
-
-def _unproven_share(at: Progress, *, spec: RunSpec) -> int:
-    return max(1, capacity_of(at, spec=spec) // 2)
 
 
 def _count(connection: Connection, statement: Prepared, **values: str) -> int:

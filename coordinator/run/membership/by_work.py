@@ -11,7 +11,7 @@ from typing import Final
 from msgspec import UnsetType
 
 from coordinator.run.membership.base import MembershipPolicy
-from coordinator.storage import nodes, work
+from coordinator.storage import newcomers, nodes
 from coordinator.storage.database import Connection
 from node.protocol.membership import MembershipSpec, ProofOfWork, Puzzle, price_bits, work_bits, work_seed
 from node.protocol.messages import Registration
@@ -60,4 +60,4 @@ class MembershipByWork(MembershipPolicy):
 
     def _price(self, connection: Connection, *, now: float) -> int:
         waiting = nodes.count_unproven_seen_since(connection, now - WAITING_SECONDS)
-        return price_bits(self._rules, waiting=waiting, capacity=work.newcomers_capacity(connection, self._spec))
+        return price_bits(self._rules, waiting=waiting, capacity=newcomers.capacity(connection, self._spec))
