@@ -100,11 +100,7 @@ def write_examples(
     if held_out == len(table):
         what = f"every row has more than {max_tokens} tokens (--max-tokens)" if too_long else "no rows to train on"
         raise BadData(f"{data}: {what}")
-    with (folder / TABLE).open("wb") as file:
-        np.save(file, table, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
+    _save_table(folder, table)
     return DataCounts(
         training=len(table) - held_out,
         held_out=held_out,
@@ -113,6 +109,15 @@ def write_examples(
         too_long=len(too_long),
         too_long_lines=tuple(too_long[:MAX_NAMED]),
     )
+
+
+def _save_table(folder: Path, table: NDArray[np.int64]) -> None:
+    """Write where each example ends and whether it is held out, and have the folder on disk."""
+    with (folder / TABLE).open("wb") as file:
+        np.save(file, table, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
 
 
 def _write(file: BinaryIO, example: TokenizedExample) -> int:
