@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -32,7 +34,7 @@ from node.runtime.logs import name_process
 if TYPE_CHECKING:
     from coordinator.training.trackers import Tracker
     from coordinator.training.trainer import TrainerSettings
-    from shardcast import Origin
+    from shardcast import Origin, OriginServer
 
 
 @click.command()
@@ -150,22 +152,65 @@ def _train(
     """Train, and serve what is trained, until SIGTERM or SIGINT."""
     from coordinator.metrics.roles import TrainerMetrics, role_registry
     from coordinator.run.heartbeat import Condition, heartbeat
-    from coordinator.run.peer_child import bracketed
     from coordinator.run.release_watch import release_watch
-    from coordinator.storage.facts import ORIGIN, put_fact
     from coordinator.storage.heartbeats import Role
     from coordinator.storage.training import newest_version
     from coordinator.training.distributed_learner import FIRST_POLICY
     from coordinator.training.trainer import Trainer
-    from node.discovery.addresses import reachable_hosts
     from node.runtime.metrics import serving_metrics
-    from node.runtime.service_manager import report_serving
-    from shardcast import Origin, OriginServer
 
     with home.database.read() as connection:
         recorded = newest_version(connection)
+    with _serving(home, run_key, settings.state, recorded=recorded, serving=serving, broadcast=broadcast) as served:
+        if recorded is None and not (settings.state / FIRST_POLICY).exists():
+            served.announce()  # making the first policy may take a while
+        name_process(run=home.run_id, name="trainer")
+        registry = role_registry("trainer", home, state=settings.state)
+        condition = Condition()
+        work = Trainer(
+            home,
+            origin=served.origin,
+            server=served.server,
+            settings=settings,
+            metrics=TrainerMetrics(registry),
+            tracker=tracker,
+            announce=served.announce,
+            condition=condition,
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: work.stop())
+        beating = heartbeat(home, Role.TRAINER, socket.gethostname(), condition)
+        with serving_metrics(registry, *metrics_at), beating, release_watch(home):
+            work.run()
+
+
+class _Served(NamedTuple):
+    """The origin, the server that it is served by, and what tells the run where that is."""
+
+    origin: Origin
+    server: OriginServer
+    announce: Callable[[], None]
+
+
+@contextlib.contextmanager
+def _serving(
+    home: Home,
+    run_key: Ed25519PrivateKey,
+    state: Path,
+    *,
+    recorded: int | None,
+    serving: dict[str, Any],
+    broadcast: dict[str, Any],
+) -> Iterator[_Served]:
+    """Serve the run's policies, of which the log has those up to `recorded`, and its datasets while the block runs."""
+    from coordinator.run.peer_child import bracketed
+    from coordinator.storage.facts import ORIGIN, put_fact
+    from node.discovery.addresses import reachable_hosts
+    from node.runtime.service_manager import report_serving
+    from shardcast import Origin, OriginServer
+
     origin = Origin(
-        settings.state / "origin",
+        state / "origin",
         run_key,
         home.run_id,
         # A policy that is stored but not in the log yet must not be heard of.
@@ -173,7 +218,7 @@ def _train(
         **broadcast,
     )
     host, port = serving.pop("host"), serving.pop("port")
-    contents = _publish_datasets(home, run_key, settings.state, threads=broadcast["threads"])
+    contents = _publish_datasets(home, run_key, state, threads=broadcast["threads"])
     limits = server_limits(**serving)
     server = OriginServer(origin, host, port, limits=limits, contents=contents, beside=report_serving)
     port = server.start()
@@ -183,27 +228,8 @@ def _train(
         with home.database.write() as connection:
             put_fact(connection, ORIGIN, f"http://{bracketed(reachable_hosts(host)[0])}:{port}")
 
-    if recorded is None and not (settings.state / FIRST_POLICY).exists():
-        announce()  # making the first policy may take a while
-    name_process(run=home.run_id, name="trainer")
-    registry = role_registry("trainer", home, state=settings.state)
-    condition = Condition()
-    work = Trainer(
-        home,
-        origin=origin,
-        server=server,
-        settings=settings,
-        metrics=TrainerMetrics(registry),
-        tracker=tracker,
-        announce=announce,
-        condition=condition,
-    )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: work.stop())
     try:
-        beating = heartbeat(home, Role.TRAINER, socket.gethostname(), condition)
-        with serving_metrics(registry, *metrics_at), beating, release_watch(home):
-            work.run()
+        yield _Served(origin, server, announce)
     finally:
         server.stop()
         for each in (origin, *contents.values()):
