@@ -56,6 +56,9 @@ _REFUSED = {
     "its scorer expands numbers such as 1e999999999 without a limit": ("coin_flip",),
 }
 # fmt: on
+TEXTS = frozenset({"delimiter", "format_style", "operators", "whitespace"})
+"""Settings that may be texts. `data_file` of spell_backward could be any file of the machine, which prompts quote."""
+
 WHY_REFUSED = {dataset: why for why, datasets in _REFUSED.items() for dataset in datasets}
 """Refused datasets with a specific reason; others were not reviewed."""
 
@@ -117,6 +120,9 @@ def load_dataset(dataset: str, arguments: Mapping[str, Any]) -> ReasoningGym:
         raise EnvironmentFault(
             f"reasoning_gym:{dataset}: {sorted(reserved)} follow from the slot", code="bad_arguments"
         )
+    texts = sorted(key for key, value in settings.items() if isinstance(value, str) and key not in TEXTS)
+    if texts:
+        raise EnvironmentFault(f"reasoning_gym:{dataset}: {texts} may not be texts", code="bad_arguments")
     environment = ReasoningGym(dataset, settings, package)
     _check_scorer(environment)
     environment.problem(0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from sandboxing import needs_sandbox
@@ -158,6 +161,27 @@ def test_a_wrong_environment_is_refused_with_a_code(name, arguments, code):
     with pytest.raises(EnvironmentFault) as caught:
         environment(name, **arguments)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize("above", [True, False], ids=["relative", "absolute"])
+def test_a_run_that_names_a_file_of_the_workers_machine_as_the_source_of_its_prompts(tmp_path, above):
+    """Submissions carry their prompts: whoever signs a run would read its contributors' files, word by word."""
+    secret = tmp_path / "token"
+    secret.write_text("hunter2hunter2\n")
+    package = Path(importlib.import_module("reasoning_gym.data").__file__).parent
+    named = os.path.relpath(secret, package) if above else str(secret)
+    with pytest.raises(EnvironmentFault, match="data_file") as caught:
+        pytest.fail(environment("reasoning_gym:spell_backward", data_file=named, max_word_len=99).problem(0).prompt)
+    assert caught.value.code == "bad_arguments"
+
+
+def test_every_setting_of_an_offered_dataset_that_takes_any_text_was_read():
+    """A newer package may add one that is a path or a pattern."""
+    datasets = importlib.import_module("reasoning_gym.factory").DATASETS
+    free = {
+        field.name for name in PLAIN | REVIEWED for field in dataclasses.fields(datasets[name][1]) if field.type is str
+    }
+    assert free == {"data_file", "delimiter"}
 
 
 @pytest.mark.parametrize("dataset", sorted(WHY_REFUSED))
