@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET
 
 from coordinator.errors import BadConfiguration
-from node.commands.options import EXISTING_FILE, FILE, json_option, number_option
+from node.commands.options import EXISTING_FILE, FILE, json_line, json_option, number_option
 from node.protocol.environment_spec import DATASET, DatasetSpec, FileSpec
 from node.protocol.run import parse_run_toml
 from shardcast.errors import Malformed
@@ -131,7 +131,7 @@ def add(
     if run_file is not None:
         write_atomically(run_file, _with_lines(run_file, chosen, lines))
     if as_json:
-        click.echo(msgspec.json.encode(_described(made, chosen)))
+        click.echo(json_line(_described(made, chosen)))
     else:
         _show_made(made)
         in_file = f"\nIn run.toml:\n\n{lines}" if run_file is None else f"{run_file} has it as {DATASET}{chosen}\n"
@@ -157,7 +157,7 @@ def show(*, file: Path, rows: int, as_json: bool) -> None:
     first = [opened.row(index) for index in range(min(rows, header.rows))]
     if as_json:
         about = {"digest": opened.digest, "bytes": opened.bytes, "header": header, "rows": first}
-        click.echo(msgspec.json.encode(about))
+        click.echo(json_line(about))
         return
     click.echo(f"{header.name}: {header.rows:,} rows, {header.held_out:,} of them held out")
     click.echo(f"digest  {opened.digest}, {opened.bytes:,} bytes")

@@ -106,10 +106,11 @@ class WrongCommandLine(click.UsageError):
 
 
 def _show(said: str, hint: str, file: IO[Any] | None) -> None:
+    """Print an error, which may quote a stranger's text, such as a run's rules, so that no terminal acts on that."""
     if logs.is_json():
         log.error("%s hint: %s", said, hint)
         return
-    click.echo(f"Error: {said}", file=file, err=True)
+    click.echo(f"Error: {logs.one_line(said)}", file=file, err=True)
     click.echo(f"hint: {hint}", file=file, err=True)
 
 

@@ -15,11 +15,20 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import click
-import msgspec
 
 from node.client.http import checked_url
 from node.commands.joining_options import calling_options
-from node.commands.options import EXISTING_FOLDER, FILE, F, all_of, json_option, key_option, number_option, state_option
+from node.commands.options import (
+    EXISTING_FOLDER,
+    FILE,
+    F,
+    all_of,
+    json_line,
+    json_option,
+    key_option,
+    number_option,
+    state_option,
+)
 from node.control.report import challenge_lines, lines_of
 from node.errors import ConfigError, NodeError
 from node.joining.options import JoinOptions
@@ -260,7 +269,7 @@ def _show(target: _Target, ask: Ask, *, policy: Path | None = None, datasets: Pa
     """Send the request and print the reply."""
     lines, raw = asyncio.run(_ask(target, ask, policy, datasets))
     if target.as_json:
-        click.echo(msgspec.json.encode(raw).decode())
+        click.echo(json_line(raw))
     else:
         click.echo("\n".join(lines))
 

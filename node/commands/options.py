@@ -5,6 +5,7 @@ Only click is imported here, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -56,6 +57,13 @@ def number_option(
 def json_option(said: str = "One JSON object instead of text.") -> Option:
     """Return `--json`, passed as `as_json`; `said` is its help."""
     return click.option("--json", "as_json", is_flag=True, help=said)
+
+
+def json_line(value: object) -> str:
+    """Return `value` as JSON in ASCII, so that a terminal that it is shown on acts on no stranger's text in it."""
+    import msgspec
+
+    return json.dumps(msgspec.json.decode(msgspec.json.encode(value)))
 
 
 def state_option(

@@ -18,7 +18,7 @@ from rich.console import Console
 from node.client.api import CoordinatorClient
 from node.client.http import Backoff, page_of
 from node.commands.joining_options import parse_join_options
-from node.commands.options import json_option, key_option, state_option
+from node.commands.options import json_line, json_option, key_option, state_option
 from node.commands.status_report import LocalWorker, StatusLine, deciding, health_lines, line_of, lines_of, show
 from node.errors import CoordinatorFault, NetworkDown
 from node.joining.options import JoinOptions
@@ -107,7 +107,7 @@ def status(
     banned = standing is not None and standing.banned
     if as_json:
         said = {"exit_code": int(banned), "run_id": run_id, "standing": standing, "worker": local.raw}
-        click.echo(msgspec.json.encode(said))
+        click.echo(json_line(said))
     else:
         lines = [StatusLine("run", f"{spec.name}, {run_id[:16]}…, at {url}"), *health]
         if standing is None:
