@@ -15,7 +15,7 @@ import importlib
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -34,7 +34,7 @@ INSTRUCTION = "Think first, end your thoughts with </think>, and then give the a
 PLAIN = frozenset({
     "acre", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "binary_alternation", "caesar_cipher",
     "count_bits", "count_primes", "course_schedule", "gcd", "largest_island", "lcm", "leg_counting",
-    "letter_counting", "mahjong_puzzle", "maze", "modulo_grid", "number_filtering", "number_sequence",
+    "letter_counting", "mahjong_puzzle", "maze", "modulo_grid", "number_filtering",
     "rotate_matrix", "rotten_oranges", "simple_equations", "simple_geometry", "string_manipulation",
     "string_splitting", "string_synthesis", "syllogism", "word_sequence_reversal",
 })
@@ -53,11 +53,18 @@ _REFUSED = {
     "its problems follow the order of a set of strings, which differs between processes": (
         "isomorphic_strings", "knight_swap", "list_functions", "ransom_note", "word_ladder",
     ),
+    "it squares numbers until one problem of some thousand has no end": ("number_sequence",),
     "its scorer expands numbers such as 1e999999999 without a limit": ("coin_flip",),
 }
 # fmt: on
 TEXTS = frozenset({"delimiter", "format_style", "operators", "whitespace"})
 """Settings that may be texts. `data_file` of spell_backward could be any file of the machine, which prompts quote."""
+
+MOST_COUNT = 100
+"""A number may be as large, or ten times its default: most say how much of something the worker's own process makes."""
+
+GROWING = frozenset({"basic_arithmetic"})
+"""Datasets that take time without end for settings a little larger than the default ones."""
 
 WHY_REFUSED = {dataset: why for why, datasets in _REFUSED.items() for dataset in datasets}
 """Refused datasets with a specific reason; others were not reviewed."""
@@ -120,13 +127,28 @@ def load_dataset(dataset: str, arguments: Mapping[str, Any]) -> ReasoningGym:
         raise EnvironmentFault(
             f"reasoning_gym:{dataset}: {sorted(reserved)} follow from the slot", code="bad_arguments"
         )
-    texts = sorted(key for key, value in settings.items() if isinstance(value, str) and key not in TEXTS)
-    if texts:
-        raise EnvironmentFault(f"reasoning_gym:{dataset}: {texts} may not be texts", code="bad_arguments")
+    _check_settings(dataset, settings)
     environment = ReasoningGym(dataset, settings, package)
     _check_scorer(environment)
     environment.problem(0)
     return environment
+
+
+def _check_settings(dataset: str, settings: Mapping[str, Any]) -> None:
+    """Raise EnvironmentFault for what could read a file, or take the machine's memory or time without end."""
+    _, config = importlib.import_module("reasoning_gym.factory").DATASETS[dataset]
+    usual = {field.name: abs(field.default) for field in fields(config) if isinstance(field.default, int | float)}
+    for key, value in settings.items():
+        if isinstance(value, str):
+            if key not in TEXTS:
+                raise EnvironmentFault(f"reasoning_gym:{dataset}: {key} may not be a text", code="bad_arguments")
+        elif not key.endswith("_value"):
+            default = usual.get(key.replace("min_", "max_", 1), 0)
+            most = default if dataset in GROWING else max(MOST_COUNT, 10 * default)
+            if abs(value) > most:
+                raise EnvironmentFault(
+                    f"reasoning_gym:{dataset}: {key} is at most {most} without a package", code="bad_arguments"
+                )
 
 
 def _import_package(wanted: object) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -16,7 +17,7 @@ from sandboxing import needs_sandbox
 
 from node.environments import EnvironmentFault, load_environment
 from node.environments.base import Environment, answer_in
-from node.environments.reasoning_gym import MAX_ANSWER_CHARACTERS, PLAIN, REVIEWED, WHY_REFUSED
+from node.environments.reasoning_gym import GROWING, MAX_ANSWER_CHARACTERS, MOST_COUNT, PLAIN, REVIEWED, WHY_REFUSED
 from node.protocol.run import EnvironmentSpec, LengthSpec
 
 LAST = 2**63 - 1
@@ -173,6 +174,39 @@ def test_a_run_that_names_a_file_of_the_workers_machine_as_the_source_of_its_pro
     with pytest.raises(EnvironmentFault, match="data_file") as caught:
         pytest.fail(environment("reasoning_gym:spell_backward", data_file=named, max_word_len=99).problem(0).prompt)
     assert caught.value.code == "bad_arguments"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments"),
+    [
+        ("rotten_oranges", {"min_n": 10**7, "max_n": 10**7}),
+        ("maze", {"min_grid_size": 10**6, "max_grid_size": 10**6}),
+        ("chain_sum", {"max_terms": 1e15}),
+        ("basic_arithmetic", {"min_digits": 20, "max_digits": 20}),
+        ("gcd", {"min_numbers": -(10**15)}),
+    ],
+)
+def test_a_run_that_asks_for_a_problem_larger_than_the_workers_machine(dataset, arguments):
+    """The worker makes the problem in its own process: it would take all memory, or not even end by a signal."""
+    with pytest.raises(EnvironmentFault, match="is at most") as caught:
+        environment(f"reasoning_gym:{dataset}", **arguments)
+    assert caught.value.code == "bad_arguments"
+
+
+@pytest.mark.parametrize("dataset", sorted(PLAIN | REVIEWED))
+@pytest.mark.timeout(30)
+def test_the_largest_settings_that_a_run_may_choose_make_a_problem_in_seconds(dataset):
+    config = importlib.import_module("reasoning_gym.factory").DATASETS[dataset][1]
+    largest: dict[str, int] = {}
+    for field in dataclasses.fields(config):
+        if field.type is int and field.name not in ("seed", "size") and not field.name.startswith("min_"):
+            bounded = field.default if dataset in GROWING else max(MOST_COUNT, 10 * field.default)
+            one = {field.name: 2**53 - 1 if field.name.endswith("_value") else bounded}
+            with contextlib.suppress(EnvironmentFault):  # it goes with no other setting's default
+                environment(f"reasoning_gym:{dataset}", **one)
+            largest |= one
+    with contextlib.suppress(EnvironmentFault):
+        environment(f"reasoning_gym:{dataset}", **largest)
 
 
 def test_every_setting_of_an_offered_dataset_that_takes_any_text_was_read():
