@@ -96,7 +96,7 @@ def _settle_slots(connection: Connection, ids: Sequence[int], state: SlotState) 
 
 
 def _choose(connection: Connection, at: Progress, *, spec: RunSpec, now: float, trained: int) -> list[_Ready] | None:
-    """Return the next step's groups, oldest first, or None while it has to wait.
+    """Return the next step's groups in the order of their slots, or None while it has to wait.
 
     Groups that no later step may use are added even beyond `groups_per_step`, and their pending verifications are
     waited for, so that no admitted group is lost; missing ones are waited for, too, but not for ever (`gaps`). Unused
@@ -113,7 +113,7 @@ def _choose(connection: Connection, at: Progress, *, spec: RunSpec, now: float, 
         select(groups.c.slot_id, groups.c.submission, groups.c.reward_mean, slots.c.version)
         .join(slots, slots.c.id == groups.c.slot_id)
         .where(groups.c.step.is_(None))
-        .order_by(slots.c.version, slots.c.id)
+        .order_by(slots.c.version, slots.c.number)
     )
     ready = [_Ready(*row) for row in connection.execute(query)]
     if len(ready) < spec.batch.groups_per_step:
@@ -132,7 +132,7 @@ def batch(connection: Connection, step: int) -> list[BatchRow]:
         .join(slots, slots.c.id == groups.c.slot_id)
         .join(policies, policies.c.version == slots.c.version)
         .where(groups.c.step == step)
-        .order_by(slots.c.version, slots.c.id)
+        .order_by(slots.c.version, slots.c.number)
     )
     return [BatchRow(*row) for row in connection.execute(query)]
 
