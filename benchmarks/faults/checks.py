@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from node.audit.log import LeafTree, read_log
+from node.audit.leaves import LeafTree
+from node.audit.log import read_log
 from node.protocol.admission import Outcome
 from node.protocol.checkpoints import Checkpoint
 from node.protocol.merkle import leaf_hash

@@ -16,7 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from coordinator.lab.processes.local_http import get, get_json
-from node.audit.log import LeafTree
+from node.audit.leaves import LeafTree
 from node.protocol.checkpoints import Checkpoint, open_checkpoint
 from node.protocol.merkle import ProofInvalid, verify_consistency
 from node.protocol.messages import LogEntry

@@ -27,7 +27,7 @@ from coordinator.storage.schema import (
 )
 from coordinator.storage.standing import is_unproven
 from node.protocol.admission import Outcome
-from node.protocol.messages import Gap, MissedSlot
+from node.protocol.messages import MOST_MISSED, MOST_MISSED_OF_SLOT, Gap, MissedSlot
 from node.protocol.run import RunSpec
 
 LATE_FACTOR: Final = 4.0
@@ -38,9 +38,6 @@ HOLDERS_SECONDS: Final = 60.0
 LEAST_TIMES: Final = 8
 CLOCK_STEP_SECONDS: Final = 5.0
 """A clock correction by less than this ends no lease and no wait."""
-MOST_MISSED: Final = 1000
-"""Entries of `missed` in one log entry, and for one slot: the last ones."""
-MOST_MISSED_OF_SLOT: Final = 8
 
 _UNDELIVERED = or_(slots.c.state == SlotState.OPEN, slots.c.state == SlotState.LEASED)
 _MISSING = (

@@ -45,7 +45,9 @@ from rich.console import Console
 from node.audit.checkpoint_memory import CheckpointMemory
 from node.audit.evidence import EvidenceAuditor
 from node.audit.freshness import check_head, is_over
-from node.audit.log import AuditProblem, LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
+from node.audit.leaves import LOG_TOO_LARGE, MAX_LOG_ENTRIES, LeafFile, LeafTree, read_entries
+from node.audit.log import LoggedVerdict, LogIndex, choose_verdicts, read_log
+from node.audit.problems import AuditProblem
 from node.audit.report import Report, render_json, show
 from node.audit.witnesses import WitnessGathering, WitnessRule
 from node.client.api import CoordinatorClient
@@ -55,20 +57,20 @@ from node.datasets.fetching import dataset_feed
 from node.datasets.folder import DATASETS, match_answers
 from node.environments.dataset import load_rows
 from node.errors import BadReply, ConfigError, DatasetFault, NodeError, StateError
+from node.protocol.admission import Outcome
 from node.protocol.checkpoints import Checkpoint, open_checkpoint
 from node.protocol.endpoints import LOG_CONSISTENCY, LOG_ENTRIES
 from node.protocol.merkle import ProofInvalid, verify_consistency
-from node.protocol.messages import MAX_ENTRY_BYTES, LogEntry, VerdictEntry
+from node.protocol.messages import MAX_ENTRY_BYTES, VerdictEntry
 from node.protocol.run import Descriptor, RunSpec
 from node.verification.readings import MakePrefills, transformers_prefills
 from node.verification.shelf import GIB
 from shardcast.errors import PeerFault, ShardcastError
 from shardcast.fetch.raw_http import MayConnect
 from shardcast.urls import valid_sources
-from shardcast.wire import is_digest
+from shardcast.wire import decode, is_digest
 
 DEFAULT_SAMPLE: Final = 20
-MAX_LOG_ENTRIES: Final = 4_000_000
 PAGE_ENTRIES: Final = 1000
 MAX_PAGE_BYTES: Final = LOG_ENTRIES.max_reply_bytes
 PATIENCE_SECONDS: Final = 30.0
@@ -168,13 +170,13 @@ class _Auditor:
             if contradiction is not None:
                 self._report.problems.append(contradiction)
                 extends = False
-        leaves = await self._fetch_leaves(checkpoint)
-        if leaves is None:
-            return
-        if extends:
-            memory.keep(note)
-        entries = await asyncio.to_thread(self._check_entries, leaves, descriptor)
-        await self._check_verdicts(entries, descriptor, checkpoint, count)
+        with LeafFile(self._state) as leaves:
+            if not await self._fetch_leaves(checkpoint, leaves):
+                return
+            if extends:
+                memory.keep(note)
+            log = await asyncio.to_thread(self._check_entries, leaves, descriptor)
+            await self._check_verdicts(leaves, log, descriptor, checkpoint, count)
 
     @property
     def _run_key(self) -> bytes:
@@ -214,21 +216,20 @@ class _Auditor:
             return False
         return True
 
-    async def _fetch_leaves(self, checkpoint: Checkpoint) -> list[bytes] | None:
-        """Fetch every entry's exact bytes; None, with a problem, if they do not match the checkpoint's root."""
+    async def _fetch_leaves(self, checkpoint: Checkpoint, leaves: LeafFile) -> bool:
+        """Fetch every entry's exact bytes; False, with a problem, if they do not match the checkpoint's root."""
         if checkpoint.size > MAX_LOG_ENTRIES:
-            raise BadReply(f"The log has {checkpoint.size} entries; {MAX_LOG_ENTRIES} can be audited here.")
-        leaves: list[bytes] = []
+            detail = f"The log has {checkpoint.size} entries; {MAX_LOG_ENTRIES} can be audited here."
+            raise BadReply(detail, code=LOG_TOO_LARGE)
         tree = LeafTree()
         while len(leaves) < checkpoint.size:
-            page = await self._fetch_page(len(leaves), checkpoint.size)
-            for leaf in page:
+            for leaf in await self._fetch_page(len(leaves), checkpoint.size):
                 tree.append(leaf)
-            leaves += page
+                leaves.append(leaf)
         if tree.root() != checkpoint.root:
             self._report.problems.append(AuditProblem("root_mismatch", "The entries are not those of the signed root."))
-            return None
-        return leaves
+            return False
+        return True
 
     async def _fetch_page(self, start: int, size: int) -> list[bytes]:
         end = min(size, start + PAGE_ENTRIES)
@@ -245,25 +246,26 @@ class _Auditor:
             raise BadReply(f"The coordinator sent an entry of more than {MAX_ENTRY_BYTES} bytes.")
         return page
 
-    def _check_entries(self, leaves: list[bytes], descriptor: Descriptor) -> list[LogEntry | None]:
-        entries, problems = read_entries(leaves)
-        self._report.describe_log(entries)
-        self._report.problems += problems
-        reading = read_log(entries, run_id=self._report.run_id, spec=descriptor.spec)
-        self._report.problems += [*reading.problems, *check_head(entries, descriptor.head)]
-        self._report.is_over = is_over(entries, descriptor.spec)
+    def _check_entries(self, leaves: LeafFile, descriptor: Descriptor) -> LogIndex:
+        reading = read_log(read_entries(leaves), run_id=self._report.run_id, spec=descriptor.spec)
+        self._report.describe_log(reading.index)
+        self._report.problems += reading.problems
+        if len(reading.index.latest) == len(leaves):
+            self._report.problems += check_head(reading.index, descriptor.head)
+        self._report.is_over = is_over(reading.index, descriptor.spec)
         self._report.reached_training = reading.reached_training
         self._report.withholding = reading.withholding
         self._report.accounts, self._report.rules = reading.accounts, descriptor.spec.standing
-        return entries
+        return reading.index
 
     async def _check_verdicts(
-        self, entries: list[LogEntry | None], descriptor: Descriptor, checkpoint: Checkpoint, count: int | None
+        self, leaves: LeafFile, log: LogIndex, descriptor: Descriptor, checkpoint: Checkpoint, count: int | None
     ) -> None:
-        verdicts = [LoggedVerdict(i, entry) for i, entry in enumerate(entries) if isinstance(entry, VerdictEntry)]
-        drawn = choose_verdicts(verdicts, count=count, rng=random.Random(self._report.seed))
+        admitted, rejected = log.verdicts[Outcome.ADMITTED], log.verdicts[Outcome.REJECTED]
+        drawn = choose_verdicts(admitted, rejected, count=count, rng=random.Random(self._report.seed))
         if not drawn:
             return
+        drawn.sort(key=lambda at: (_verdict_at(leaves, at).version, at))
         announced = await self._coordinator.relays(patience_seconds=PATIENCE_SECONDS)
         sources = valid_sources((*self._sources, *descriptor.relays, *announced.relays))
         may_connect = not_nearer(lambda: self._coordinator.reach, own=self._sources)
@@ -272,7 +274,7 @@ class _Auditor:
             self._coordinator,
             descriptor=descriptor,
             checkpoint=checkpoint,
-            entries=entries,
+            log=log,
             datasets=await asyncio.to_thread(self._check_answers, descriptor.spec, datasets),
             sources=sources,
             may_connect=may_connect,
@@ -280,8 +282,8 @@ class _Auditor:
             prefills=self._prefills,
             policy_memory=self._policy_memory,
         ) as evidence:
-            for verdict in drawn:
-                checked, problem = await evidence.check(verdict)
+            for index in drawn:
+                checked, problem = await evidence.check(LoggedVerdict(index, _verdict_at(leaves, index)))
                 self._report.checked.append(checked)
                 if problem is not None:
                     self._report.problems.append(problem)
@@ -323,3 +325,7 @@ class _Auditor:
             may_connect=may_connect,
         ) as feed:
             return {**await feed.fetch(timeout_s=DATASETS_SECONDS), **answers}
+
+
+def _verdict_at(leaves: LeafFile, index: int) -> VerdictEntry:
+    return decode(VerdictEntry, leaves[index], max_bytes=MAX_ENTRY_BYTES)

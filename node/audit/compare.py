@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from node.audit.log import is_finding
+from node.audit.contradictions import is_finding
 from node.audit.report import AuditResult
 from node.protocol.admission import DRIFT, EVIDENCE, GAIN, Figures, Finding, Outcome, Verdict, limit_of
 from node.protocol.evidence import STATISTICS, Totals, evidences

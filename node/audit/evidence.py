@@ -14,14 +14,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Final, Self
 
 from msgspec import UNSET
 
 from node.audit.compare import compare
-from node.audit.log import AuditProblem, LoggedVerdict
+from node.audit.log import LoggedVerdict, LogIndex
+from node.audit.problems import AuditProblem
 from node.audit.report import AuditResult, Checked
 from node.client.api import CoordinatorClient
 from node.client.http import measure_body
@@ -34,7 +34,7 @@ from node.protocol.admission import GAIN, Outcome, Verdict
 from node.protocol.checkpoints import Checkpoint
 from node.protocol.endpoints import BLOB, LOG_INCLUSION, MAX_REQUEST_ENVELOPE_BYTES, MIN_KEPT_SECONDS, SUBMIT
 from node.protocol.merkle import ProofInvalid, leaf_hash, verify_inclusion
-from node.protocol.messages import LogEntry, PolicyEntry, RequestClaim, VerdictEntry, candidate_of, slot_name
+from node.protocol.messages import PolicyEntry, RequestClaim, VerdictEntry, candidate_of, slot_name
 from node.protocol.reasons import Reason, Refusal
 from node.protocol.requests import open_claim
 from node.protocol.run import Descriptor, RunSpec
@@ -85,7 +85,7 @@ class EvidenceAuditor:
         *,
         descriptor: Descriptor,
         checkpoint: Checkpoint,
-        entries: Sequence[LogEntry | None],
+        log: LogIndex,
         datasets: Mapping[str, Path],
         sources: Sequence[str],
         may_connect: MayConnect,
@@ -98,10 +98,8 @@ class EvidenceAuditor:
         self._coordinator = coordinator
         self._run_id, self._spec = descriptor.run_id, descriptor.spec
         self._checkpoint = checkpoint
-        # By entry, the latest time up to it: an operator may date back what it admitted today, to withhold it at once.
-        times = (entry.decided_at if isinstance(entry, VerdictEntry) else 0 for entry in entries)
-        self._latest = list(accumulate(times, max))
-        self._published = [(at, entry) for at, entry in enumerate(entries) if isinstance(entry, PolicyEntry)]
+        # Its times never fall: an operator may date back what it admitted today, to withhold it at once.
+        self._log = log
         environments = load_environments(descriptor.spec, datasets)
         self._rules = Rules(self._run_id, self._spec, environments, need_answers=False)
         keep = self._spec.sampling.max_version_lead + POLICIES_ON_DISK
@@ -126,7 +124,7 @@ class EvidenceAuditor:
             checked = Checked(verdict, AuditResult.DISAGREE, str(error))
             return checked, AuditProblem(error.code, str(error), verdict.log_index)
         except Expired as error:
-            age = time.time() - self._latest[verdict.log_index]
+            age = time.time() - self._log.latest[verdict.log_index]
             if age < MIN_KEPT_SECONDS:
                 detail = f"{error} That is less than the day for which files are served at least."
                 return Checked(verdict, AuditResult.UNAVAILABLE, detail), None
@@ -161,7 +159,7 @@ class EvidenceAuditor:
             if sha256 is None or hashlib.sha256(body).hexdigest() != sha256:
                 raise Disagreement("evidence_mismatch", "The node signed for another body.")
             return JudgedClaim(verdict=Verdict(outcome=Outcome.REJECTED, reason=Reason.WRONG_BODY))
-        published = {policy.version: policy for at, policy in self._published if at < verdict.log_index}
+        published = {policy.version: policy for at, policy in self._log.policies if at < verdict.log_index}
         return await verify(
             body,
             version=entry.version,

@@ -5,12 +5,12 @@ A coordinator can still keep silent about the last slots of a policy: nobody els
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from node.protocol.admission import has_signal
-from node.protocol.messages import BatchEntry, VerdictEntry
+from node.audit.batches import LoggedGroup
+from node.protocol.messages import MOST_MISSED, MOST_MISSED_OF_SLOT, BatchEntry, VerdictEntry
 from node.protocol.run import RunSpec
 from node.protocol.slots import slot_problem
 from node.protocol.withholding import Deliveries, Unevenness, corrected
@@ -73,72 +73,80 @@ class GapChecker:
         self.withholding = Withholding(tuple(one.name for one in spec.environments))
         self._run_id = run_id
         self._spec = spec
-        self._done: dict[int, set[int]] = defaultdict(set)
-        self._groups: dict[str, VerdictEntry] = {}
-        self._gaps: set[Slot] = set()
-        self._settled: dict[int, int] = {}
+        self._done: dict[int, dict[int, bool]] = defaultdict(dict)  # whether it is taken, too, by version and slot
+        self._closed = -1  # the newest policy whose last chance has come
 
-    def admit(self, entry: VerdictEntry) -> str | None:
-        """Record an admission; return what is wrong with it, None if nothing is."""
-        self._done[entry.version].add(entry.slot)
-        if not self._spec.batch.only_signal or has_signal(entry.rewards or ()):  # others are never used
-            self._groups[entry.submission] = entry
-        if (entry.version, entry.slot) in self._gaps:
-            return f"Slot {entry.version}/{entry.slot} was logged as missing before."
+    def admit(self, entry: VerdictEntry) -> tuple[str, str] | None:
+        """Record an admission; return (code, detail) of what is wrong with it, None if nothing is."""
+        where = f"Slot {entry.version}/{entry.slot}"
+        if entry.version <= self._closed:
+            return "late_admission", f"{where} was admitted after the last chance of its policy, or logged as missing."
+        if self._done[entry.version].get(entry.slot):
+            return "duplicate_admission", f"{where} was admitted before."
+        self._done[entry.version][entry.slot] = True
         return None
 
-    def revoke(self, entry: VerdictEntry) -> None:
-        """Record that an unused group is not trained on after all, so that its slot is open again."""
-        if self._groups.pop(entry.submission, None) is not None:
-            self._done[entry.version].discard(entry.slot)
+    def revoke(self, entry: VerdictEntry, *, is_open: bool) -> None:
+        """Record that an unused group was taken back, and whether its slot is open again or was set aside."""
+        done = self._done.get(entry.version, {})
+        if is_open:
+            done.pop(entry.slot, None)
+        elif entry.slot in done:
+            done[entry.slot] = False
 
-    def check(self, entry: BatchEntry, manifests: dict[int, str]) -> Iterator[tuple[str, str]]:
-        """Yield (code, detail) of everything that is wrong with the gaps of a batch."""
+    def check(
+        self, entry: BatchEntry, groups: Iterable[LoggedGroup], manifests: dict[int, str]
+    ) -> Iterator[tuple[str, str]]:
+        """Yield (code, detail) of everything that is wrong with the gaps of a batch that uses `groups`."""
         last_chance = entry.step - self._spec.batch.max_async
         for gap in entry.gaps:
-            settled = gap.slot < self._settled.get(gap.version, 0)
-            if settled or gap.slot in self._done[gap.version] or gap.version > last_chance:
+            if not self._closed < gap.version <= last_chance or gap.slot in self._done[gap.version]:
                 yield "unfounded_gap", f"Slot {gap.version}/{gap.slot} is not missing, or not yet."
-            self._gaps.add((gap.version, gap.slot))
-            self._done[gap.version].add(gap.slot)
-        used = {(one.version, one.slot): one for name in entry.submissions if (one := self._groups.pop(name, None))}
+            else:
+                self._done[gap.version][gap.slot] = True
+        used = {(one.version, one.slot): one for one in groups}
         missing = {(gap.version, gap.slot) for gap in entry.gaps}
         for miss in entry.missed:
             if (miss.version, miss.slot) not in used.keys() | missing:
                 yield "unfounded_gap", f"Slot {miss.version}/{miss.slot} has no part in step {entry.step}."
-        self._count(entry, used, manifests)
-        for version in [version for version in self._done if version <= last_chance]:
+        if self._names_too_many(entry):
+            yield "unfounded_gap", f"Step {entry.step} names more nodes that missed a slot than an entry may."
+        else:
+            self._count(entry, used, manifests)
+        for version in sorted(version for version in self._done if version <= last_chance):
             yield from self._unexplained(version, self._done.pop(version))
+        self._closed = max(self._closed, last_chance)
 
-    def _unexplained(self, version: int, known: set[int]) -> Iterator[tuple[str, str]]:
-        begin = self._settled.get(version, 0)
-        known = {slot for slot in known if slot >= begin}
+    @staticmethod
+    def _names_too_many(entry: BatchEntry) -> bool:
+        of_slots = Counter((miss.version, miss.slot) for miss in entry.missed)
+        return of_slots.total() > MOST_MISSED or max(of_slots.values(), default=0) > MOST_MISSED_OF_SLOT
+
+    def _unexplained(self, version: int, known: Collection[int]) -> Iterator[tuple[str, str]]:
         # Counted, not listed: a hostile log may name slot 2^53.
-        end = max(known, default=begin - 1) + 1
-        absent = end - begin - len(known)
-        self._settled[version] = end
+        absent = max(known, default=-1) + 1 - len(known)
         if absent:
-            first = next(slot for slot in range(begin, begin + len(known) + 1) if slot not in known)
+            first = next(slot for slot in range(len(known) + 1) if slot not in known)
             detail = (
                 f"{absent} slots of policy {version} from {first} on were neither trained on nor logged as missing."
             )
             yield "unexplained_gap", detail
 
-    def _count(self, entry: BatchEntry, used: dict[Slot, VerdictEntry], manifests: dict[int, str]) -> None:
+    def _count(self, entry: BatchEntry, used: dict[Slot, LoggedGroup], manifests: dict[int, str]) -> None:
         counted = self.withholding
         counted.gaps += len(entry.gaps)
-        for slot, verdict in used.items():
-            if verdict.version not in manifests:
+        for slot, group in used.items():
+            if group.version not in manifests:
                 continue
-            counted.by_environment[verdict.node].delivered[self._environment(slot, manifests)] += 1
-            counted.by_signal[verdict.node].delivered[has_signal(verdict.rewards or ())] += 1
+            counted.by_environment[group.node].delivered[self._environment(slot, manifests)] += 1
+            counted.by_signal[group.node].delivered[group.has_signal] += 1
         for miss in entry.missed:
             slot = (miss.version, miss.slot)
             if miss.version not in manifests:
                 continue
             counted.by_environment[miss.node].missed[self._environment(slot, manifests)] += 1
             if (got := used.get(slot)) is not None:
-                counted.by_signal[miss.node].missed[has_signal(got.rewards or ())] += 1
+                counted.by_signal[miss.node].missed[got.has_signal] += 1
 
     def _environment(self, slot: Slot, manifests: dict[int, str]) -> int:
         version, number = slot

@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from node.audit.gaps import WithheldRow, Withholding
-from node.audit.log import AuditProblem, LoggedVerdict
+from node.audit.log import LoggedVerdict, LogIndex
+from node.audit.problems import AuditProblem
 from node.audit.witnesses import Witnesses
 from node.client.http import printable
 from node.protocol.admission import Outcome, Verdict
 from node.protocol.checkpoints import Checkpoint
-from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, VerdictEntry
 from node.protocol.run import StandingSpec
 from node.protocol.standing import Account
 from node.protocol.withholding import EVEN, odds
@@ -115,17 +115,17 @@ class Report:
         """Return the number of checked verdicts with this result."""
         return sum(check.result is result for check in self.checked)
 
-    def describe_log(self, entries: list[LogEntry | None]) -> None:
+    def describe_log(self, log: LogIndex) -> None:
         """Set the log's counts."""
-        verdicts = [(i, entry) for i, entry in enumerate(entries) if isinstance(entry, VerdictEntry)]
         self.counts = {
-            "entries": len(entries),
-            "policies": sum(isinstance(entry, PolicyEntry) for entry in entries),
-            "batches": sum(isinstance(entry, BatchEntry) for entry in entries),
-            **{outcome.value: sum(entry.outcome is outcome for _, entry in verdicts) for outcome in Outcome},
+            "entries": len(log.latest),
+            "policies": len(log.policies),
+            "batches": log.batches,
+            **{outcome.value: len(places) for outcome, places in log.verdicts.items()},
         }
-        self.newest_verdict_at = max((entry.decided_at for _, entry in verdicts), default=None)
-        self.coordinator_indeterminate = [i for i, entry in verdicts if entry.outcome is Outcome.INDETERMINATE]
+        if any(log.verdicts.values()):
+            self.newest_verdict_at = log.latest[-1]
+        self.coordinator_indeterminate = list(log.verdicts[Outcome.INDETERMINATE])
 
 
 def render_json(report: Report) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from node.audit.log import AuditProblem
+from node.audit.problems import AuditProblem
 from node.client.api import CoordinatorClient
 from node.client.http import printable
 from node.client.witness import WitnessAddress, WitnessClient

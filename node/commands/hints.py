@@ -47,6 +47,7 @@ HINTS: Final[dict[str, str]] = {
     "network_down": "See whether this machine reaches the internet, and ask the operator for a newer --join string; "
     "--coordinator and --run-id work without peers.",
     "coordinator_fault": _ADDRESS,
+    "log_too_large": _ASK,
     "unavailable": _REACH,
     "timeout": _REACH,
     "refused": f"{_ADDRESS} `swarmproof status` says where this node stands.",

@@ -25,6 +25,9 @@ MAX_MESSAGE_BYTES = 64 * 1024
 MAX_ENTRY_BYTES = 1024 * 1024
 MAX_RECEIPT_LINE_BYTES = 256 * 1024
 MAX_REJECTIONS = 10
+MOST_MISSED = 1000
+"""Entries of `missed` in one log entry, and for one slot: the last ones."""
+MOST_MISSED_OF_SLOT = 8
 AUTHORIZATION_SCHEME = "Swarmproof"
 
 Text = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*\Z")]

@@ -24,7 +24,7 @@ from benchmarks.faults.checks import Evidence, judge
 from benchmarks.faults.kinds import KINDS, plan
 from coordinator.storage.database import Database, sqlite_url
 from coordinator.storage.folder_blobs import FolderBlobs
-from node.audit.log import LeafTree
+from node.audit.leaves import LeafTree
 from node.protocol.admission import Figures, Outcome
 from node.protocol.checkpoints import Checkpoint, origin_of
 from node.protocol.evidence import Totals

@@ -29,7 +29,7 @@ from waiting import until
 from coordinator.storage import log
 from coordinator.verifier.daemon import Verifier, VerifierSettings
 from node.audit.auditor import run_audit
-from node.audit.log import read_entries
+from node.audit.leaves import read_entry
 from node.datasets.convert import Converted
 from node.datasets.folder import dataset_file
 from node.datasets.format import Dataset
@@ -232,7 +232,7 @@ def test_a_worker_that_guesses_its_rewards_is_not_believed(tmp_path: Path, tiny_
         again = peer.lease()
         assert swarm.judge(peer, swarm.honest(again), again).outcome == "admitted"
         with swarm.home.database.read() as connection:
-            entries, _ = read_entries(log.leaves(connection, 0, log.size(connection)))
+            entries = [read_entry(leaf) for leaf in log.leaves(connection, 0, log.size(connection))]
         verdicts = [entry for entry in entries if isinstance(entry, VerdictEntry)]
         assert [entry.rewards for entry in verdicts] == [None, (0.0,) * 4]
 

@@ -27,7 +27,7 @@ SPEC = RunSpec(
     name="t",
     environments=(EnvironmentSpec(name="arithmetic"),),
     sampling=SamplingSpec(group_size=2),
-    batch=BatchSpec(max_async=1),
+    batch=BatchSpec(groups_per_step=1, max_async=1),
     standing=StandingSpec(ban_after=1000),
     limits=LimitsSpec(honest=HonestSpec(margin=LevelSpec(mean=0.001, variance=1e-4, largest=0.1))),
 )

@@ -14,7 +14,8 @@ from benchmarks.fuzzing.mutation import bytes_mutator, json_mutator, mixed
 from benchmarks.fuzzing.target import Harness, Target
 from benchmarks.fuzzing.targets.messages import DIGEST, NODE_KEY, NOW, OTHER_DIGEST, RUN_ID, message, same
 from benchmarks.fuzzing.targets.messages import SPEC as PLAIN_SPEC
-from node.audit.log import LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
+from node.audit.leaves import LeafTree, read_entries, read_entry
+from node.audit.log import choose_verdicts, read_log
 from node.protocol.admission import Figures, Outcome, judge_rows
 from node.protocol.checkpoints import (
     MAX_SUBMITTED_HASHES,
@@ -108,15 +109,11 @@ def _entry(_: ExitStack) -> Harness:
     before = [encode(entry) for entry in ENTRIES[:2]]
 
     def run(data: bytes) -> str:
-        entries, problems = read_entries([*before, data])
-        if problems:
-            (problem,) = problems
-            raise Malformed(problem.detail, code=problem.code)
-        assert encode(entries[-1]) == data, "it encodes to other bytes"  # type: ignore[arg-type]
-        found = read_log(entries, run_id=RUN_ID, spec=SPEC).problems
-        verdicts = [LoggedVerdict(at, entry) for at, entry in enumerate(entries) if isinstance(entry, VerdictEntry)]
-        choose_verdicts(verdicts, count=3, rng=Random(0))
-        return " ".join(sorted({problem.code for problem in found}))
+        assert encode(read_entry(data)) == data, "it encodes to other bytes"
+        reading = read_log(read_entries([*before, data]), run_id=RUN_ID, spec=SPEC)
+        verdicts = reading.index.verdicts
+        choose_verdicts(verdicts[Outcome.ADMITTED], verdicts[Outcome.REJECTED], count=3, rng=Random(0))
+        return " ".join(sorted({problem.code for problem in reading.problems}))
 
     return Harness([encode(entry) for entry in ENTRIES], run, (Malformed,), json_mutator())
 
@@ -130,8 +127,7 @@ def _page(_: ExitStack) -> Harness:
         for leaf in leaves:
             tree.append(leaf)
         assert len(tree.root()) == HASH_BYTES
-        entries, problems = read_entries(leaves)
-        problems += read_log(entries, run_id=RUN_ID, spec=SPEC).problems
+        problems = read_log(read_entries(leaves), run_id=RUN_ID, spec=SPEC).problems
         return " ".join(sorted({problem.code for problem in problems}))
 
     lines = [encode(entry) for entry in ENTRIES]

@@ -16,7 +16,7 @@ import torch
 from swarm import TIGHT, Swarm, running, small_spec
 
 from coordinator.storage import log
-from node.audit.log import read_entries
+from node.audit.leaves import read_entry
 from node.protocol.admission import Finding, Outcome
 from node.protocol.messages import VerdictEntry
 from node.protocol.reasons import Reason
@@ -52,7 +52,8 @@ def finding(swarm: Swarm, forge: Forge) -> Finding:
     receipt = swarm.judge(peer, forge(swarm, swarm.honest(lease)), lease)
     assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.PROOF_MISMATCH), receipt
     with swarm.home.database.read() as connection:
-        (entry,), _ = read_entries(log.leaves(connection, receipt.log_index, receipt.log_index + 1))
+        (leaf,) = log.leaves(connection, receipt.log_index, receipt.log_index + 1)
+    entry = read_entry(leaf)
     assert isinstance(entry, VerdictEntry)
     assert entry.finding is not None
     return entry.finding

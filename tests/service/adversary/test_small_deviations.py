@@ -18,7 +18,8 @@ from swarm import TIGHT, Peer, Swarm, running, small_spec
 from verifying import forged
 
 from coordinator.storage import log
-from node.audit.log import read_entries, read_log
+from node.audit.leaves import read_entry
+from node.audit.log import read_log
 from node.engines.base import SampleRequest
 from node.engines.torch_decoder import cache_keyword
 from node.protocol.admission import Outcome, judge_drift
@@ -127,11 +128,9 @@ def stopped(swarm: Swarm) -> Peer:
     return peer
 
 
-def entries_of(swarm: Swarm) -> list[LogEntry | None]:
+def entries_of(swarm: Swarm) -> list[LogEntry]:
     with swarm.home.database.read() as connection:
-        entries, problems = read_entries(log.leaves(connection, 0, 1000))
-    assert problems == []
-    return entries
+        return [read_entry(leaf) for leaf in log.leaves(connection, 0, 1000)]
 
 
 def verdicts_on(swarm: Swarm, peer: Peer) -> list[VerdictEntry]:

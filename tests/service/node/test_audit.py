@@ -56,6 +56,7 @@ from node.protocol.messages import BatchEntry, LogEntry, PolicyEntry, SlotName, 
 from node.protocol.reasons import Reason
 from node.protocol.requests import sign_request
 from node.protocol.run import (
+    BatchSpec,
     EnvironmentSpec,
     HonestSpec,
     LevelSpec,
@@ -79,6 +80,7 @@ SPEC = RunSpec(
     name="audited",
     environments=(EnvironmentSpec(name="arithmetic"), EnvironmentSpec(name="reverse")),
     sampling=SamplingSpec(group_size=2, max_new_tokens=12, max_version_lead=1),
+    batch=BatchSpec(groups_per_step=1),
     proofs=ProofSpec(scheme="toploc/1"),
     limits=LimitsSpec(
         exponent_mismatches=4.0,
@@ -271,6 +273,11 @@ def forged(run: Audited, to: Path, edit: Edit) -> Path:
 
 def with_entry(index: int, **changes: object) -> Edit:
     return lambda entries: [*entries[:index], replace(entries[index], **changes), *entries[index + 1 :]]
+
+
+def second_step(entries: list[LogEntry]) -> BatchEntry:
+    """The step after those of the log, with the group whose turn it is."""
+    return BatchEntry(step=1, submissions=(entries[Audited.ALSO_ADMITTED].submission,))
 
 
 @dataclass
@@ -683,7 +690,7 @@ def test_a_rewritten_history_is_found(more: int, run: Audited, audit: Callable[.
     """With as many entries as before or more: the new log is sound in itself, it is only not the old one."""
 
     def rewrite(entries: list[LogEntry]) -> list[LogEntry]:
-        return with_entry(run.UNREADABLE, detail="It never was.")(entries) + [BatchEntry(step=1, submissions=())] * more
+        return with_entry(run.UNREADABLE, detail="It never was.")(entries) + [second_step(entries)] * more
 
     remembered = tmp_path / "auditor" / f"{RUN}.checkpoint"
     outcome = remember_then_audit(run, audit, forged(run, tmp_path / "forged", rewrite))
@@ -694,8 +701,8 @@ def test_a_rewritten_history_is_found(more: int, run: Audited, audit: Callable[.
 
 
 def test_a_log_that_grew_agrees(run: Audited, audit: Callable[..., Outcomes], tmp_path: Path) -> None:
-    more = [BatchEntry(step=1, submissions=())]
-    outcome = remember_then_audit(run, audit, forged(run, tmp_path / "forged", lambda entries: entries + more))
+    grown = forged(run, tmp_path / "forged", lambda entries: [*entries, second_step(entries)])
+    outcome = remember_then_audit(run, audit, grown)
     assert (outcome.code, outcome.problems) == (0, [])
     assert (outcome.report["previous_checkpoint"]["size"], outcome.report["checkpoint"]["size"]) == (10, 11)
 
@@ -738,7 +745,7 @@ def test_two_auditors_who_share_a_witness_catch_an_operator_of_two_histories(
 ) -> None:
     """Neither has audited before, and each log is sound in itself. One may not know where the witness is."""
     alter = with_entry(run.UNREADABLE, detail="It never was.")
-    other = forged(run, tmp_path / "forged", lambda entries: [*alter(entries), BatchEntry(step=1, submissions=())])
+    other = forged(run, tmp_path / "forged", lambda entries: [*alter(entries), second_step(entries)])
     settings = {"all_": False, "sample": 0}
     with witnessing(tmp_path / "w1", [LOG_KEY]) as witness:
         away = WitnessRule((WitnessAddress(witness.key, None),), 1, patience_seconds=1.0)

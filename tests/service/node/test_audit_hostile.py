@@ -120,7 +120,17 @@ def test_an_endless_page_is_cut_off(
 
 
 def test_a_log_too_long_to_audit_is_not_begun(genuine: Bodies, audit: Callable[[Bodies], dict]) -> None:
-    assert error_of(audit(genuine | {"/v1/log/checkpoint": checkpoint(2**53 - 1)})) == (2, "bad_reply")
+    assert error_of(audit(genuine | {"/v1/log/checkpoint": checkpoint(2**53 - 1)})) == (2, "log_too_large")
+
+
+def test_attack_a_log_of_more_bytes_than_are_kept_ends_the_audit(
+    genuine: Bodies, audit: Callable[[Bodies], dict], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Four million entries of a MiB each would be 4 TiB: in memory once, and now on the disk."""
+    monkeypatch.setattr("node.audit.leaves.MAX_LOG_BYTES", 64 * 1024)
+    page = (b"x" * 32 * 1024 + b"\n") * 2
+    assert error_of(audit(genuine | {"/v1/log/entries": page})) == (2, "log_too_large")
+    assert list((tmp_path / "auditor").iterdir()) == [], "nothing of it is left"
 
 
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(32))

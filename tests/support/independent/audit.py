@@ -81,6 +81,7 @@ class LogAudit:
         self._taken: set[tuple[int, int]] = set()
         self._done: dict[int, set[int]] = {}
         self._gaps: set[tuple[int, int]] = set()
+        self._closed = -1
         self._step = -1
         self._means: dict[tuple[int, int], list[tuple[int, float]]] = {}
 
@@ -138,8 +139,8 @@ class LogAudit:
             if place in self._taken:
                 self._note("verdict", f"slot {place} was admitted before")
             self._taken.add(place)
-            if place in self._gaps:
-                self._note("gap", f"slot {place} was logged as missing before")
+            if place in self._gaps or entry["version"] <= self._closed:
+                self._note("gap", f"slot {place} was logged as missing before, or its last chance is over")
             self._done.setdefault(entry["version"], set()).add(entry["slot"])
             self.admitted[entry["submission"]] = entry
             self._remember_mean(entry)
@@ -271,6 +272,9 @@ class LogAudit:
         for name in unmet:
             del self.owed[name]
         used = {self._place(self.admitted[name]) for name in entry["submissions"] if name in self.admitted}
+        due = self._due(entry["step"])
+        if len(due) < self.spec["batch"]["groups_per_step"] or list(entry["submissions"]) != due:
+            self._note("batch", f"the groups whose turn it is are {[name[:16] for name in due]}")
         for name in entry["submissions"]:
             self._batch_member(entry["step"], name)
         self._check_gaps(entry, used)
@@ -280,15 +284,29 @@ class LogAudit:
         last_chance = entry["step"] - self.spec["batch"]["max_async"]
         missing = {self._place(gap) for gap in entry["gaps"]}
         for version, slot in map(self._place, entry["gaps"]):
-            if version > last_chance or slot in self._done.get(version, ()):
+            if not self._closed < version <= last_chance or slot in self._done.get(version, ()):
                 self._note("gap", f"slot {version}/{slot} is not missing, or not yet")
             self._done.setdefault(version, set()).add(slot)
         self._gaps |= missing
         if any(self._place(one) not in used | missing for one in entry["missed"]):
             self._note("gap", "somebody missed a slot that has no part in this step")
+        blamed = [self._place(one) for one in entry["missed"]]
+        if len(blamed) > 1000 or any(blamed.count(place) > 8 for place in set(blamed)):
+            self._note("gap", "more nodes are named than an entry may name")
         for version, slots in self._done.items():
             if version <= last_chance and slots and max(slots) + 1 != len(slots):
                 self._note("gap", f"slots of policy {version} were left out without a word")
+        self._closed = max(self._closed, last_chance)
+
+    def _due(self, step: int) -> list[str]:
+        """Return the groups that this step has to use, in order (8.1, 12)."""
+        batch = self.spec["batch"]
+        unused = [name for name in self.admitted if name not in self.used]
+        unused = [name for name in unused if not self._without_signal(self.admitted[name])]
+        unused.sort(key=lambda name: self._place(self.admitted[name]))
+        oldest = unused[: batch["groups_per_step"]]
+        last_chance = step - batch["max_async"]
+        return oldest + [name for name in unused[len(oldest) :] if self.admitted[name]["version"] <= last_chance]
 
     @staticmethod
     def _place(named: Entry) -> tuple[int, int]:

@@ -35,7 +35,8 @@ from logged import (
 )
 from msgspec import UNSET
 
-from node.audit.log import read_entries, read_log
+from node.audit.leaves import read_entries
+from node.audit.log import read_log
 from node.protocol.admission import Finding, Outcome
 from node.protocol.evidence import Total, Totals
 from node.protocol.messages import BatchEntry, Gap, LogEntry, MissedSlot, PolicyEntry, RunEntry, VerdictEntry
@@ -49,7 +50,7 @@ MUTATIONS = 25
 TRUSTING = replace(
     SPEC,
     standing=StandingSpec(probation=1, full_rate_floor=0.01, vesting=1, ban_after=2),
-    batch=replace(SPEC.batch, max_leases_per_node=2, only_signal=True),
+    batch=replace(SPEC.batch, groups_per_step=2, max_leases_per_node=2, only_signal=True),
 )
 POOLED = replace(
     SPEC,
@@ -77,9 +78,13 @@ def plain_log() -> list[LogEntry]:
         policy(1),
         admitted(6, version=1, slot=1),
         admitted(7),
-        batch(1, 6, 7, gaps=[(0, slot) for slot in (0, 2, 3, 4, 5, 6)]),
-        *drifting(*[SHIFTED] * 12, HONEST_TOTALS),
+        batch(1, 7, gaps=[(0, slot) for slot in (0, 2, 3, 4, 5, 6)]),
+        *(of_policy(1, one) for one in drifting(*[SHIFTED] * 12, HONEST_TOTALS)),
     ]
+
+
+def of_policy(version: int, entry: VerdictEntry) -> VerdictEntry:
+    return replace(entry, version=version, manifest_digest=policy(version).manifest_digest)
 
 
 def early_log() -> list[LogEntry]:
@@ -97,7 +102,7 @@ def trusting_log() -> list[LogEntry]:
         rules(TRUSTING),
         policy(0),
         admitted(1),
-        admitted(2),
+        admitted(2, slot=11),
         *spotted[:2],
         batch(0, 1, 3),
         admitted(10),
@@ -105,7 +110,7 @@ def trusting_log() -> list[LogEntry]:
         rejected(11),
         again[1],
         failed,
-        batch(1, 2, 4, gaps=[(0, slot) for slot in (0, 5, 6, 7, 8, 9)]),
+        batch(1, 4, 10, 2, gaps=[(0, slot) for slot in (0, 2, 5, 6, 7, 8, 9)]),
         unmeasured(12, reason=Reason.WRONG_SEED),
         unmeasured(13, reason=Reason.WRONG_SEED),
     ]
@@ -115,6 +120,7 @@ def pooled_log() -> list[LogEntry]:
     """Slots whose problems follow from what earlier ones earned."""
     entries: list[LogEntry] = [rules(POOLED), policy(0)]
     means: dict[object, float] = {}
+    turns = ((0,), range(1, 6), range(10, 16))
     for version in range(3):
         before = dict(means)
         for slot in range(6):
@@ -132,7 +138,7 @@ def pooled_log() -> list[LogEntry]:
             entries.append(entry)
             problem = slot_problem(POOLED, run_id=RUN, manifest_digest=digest, slot=slot, candidate=candidate)
             means[problem] = sum(rewards) / 2
-        entries += [batch(version, 10 * version), policy(version + 1)]
+        entries += [batch(version, *turns[version]), policy(version + 1)]
     return entries
 
 
@@ -146,8 +152,7 @@ def by_page(leaves: list[bytes], spec: RunSpec) -> int | None:
 
 def by_project(leaves: list[bytes], spec: RunSpec) -> int | None:
     """The first entry that the project's auditor objects to; the length of the log for the log as a whole."""
-    entries, malformed = read_entries(leaves)
-    problems = [*malformed, *read_log(entries, run_id=RUN, spec=spec).problems]
+    problems = read_log(read_entries(leaves), run_id=RUN, spec=spec).problems
     return min((len(leaves) if one.log_index is None else one.log_index for one in problems), default=None)
 
 
@@ -273,7 +278,13 @@ LIES: dict[str, tuple[str, Callable[[list[LogEntry]], None], int]] = {
     "a second verdict on a submission": ("plain", before(7, unmeasured(5, reason=Reason.WRONG_SEED)), 7),
     "a slot admitted twice": ("plain", before(12, admitted(8, version=1, slot=1)), 12),
     "steps that fall": ("plain", at(11, batch(0, 7)), 11),
-    "a group used twice": ("plain", at(11, batch(1, 6, 1)), 11),
+    "a group used twice": ("plain", at(11, batch(1, 7, 1)), 11),
+    "a group left out in its turn": ("plain", at(11, submissions=(submission(6),)), 11),
+    "a group before its turn": ("plain", at(11, submissions=(submission(7), submission(6))), 11),
+    "groups in another order": ("early", at(6, batch(1, 2, 1)), 6),
+    "a step without groups": ("early", at(5, batch(0)), 5),
+    "a group left out at its last chance": ("early", at(6, batch(1, 1)), 6),
+    "a slot admitted after its last chance": ("plain", before(12, admitted(20, slot=20)), 12),
     "slots left out without a word": ("plain", at(11, gaps=()), 11),
     "a gap that was admitted": ("plain", at(11, gaps=gaps_of(0, 1, 2, 3, 4, 5, 6)), 11),
     "a gap before its last chance": ("plain", at(7, gaps=gaps_of(0)), 7),

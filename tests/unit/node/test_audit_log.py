@@ -30,7 +30,9 @@ from logged import (
 from msgspec import UNSET, UnsetType
 
 from node.audit.gaps import Withholding
-from node.audit.log import LeafTree, LoggedVerdict, choose_verdicts, read_entries, read_log
+from node.audit.leaves import LeafTree, read_entries
+from node.audit.log import choose_verdicts, read_log
+from node.errors import BadReply
 from node.protocol.admission import Finding, Outcome
 from node.protocol.evidence import Total, Totals, drift_limit
 from node.protocol.merkle import EMPTY_ROOT, leaf_hash, node_hash
@@ -56,7 +58,7 @@ HONEST: list[LogEntry] = [
     batch(0, 1),
     policy(1),
     admitted(6, version=1, slot=1),
-    batch(1, 3, 6, gaps=[(0, 0), (0, 2)]),
+    batch(1, 3, gaps=[(0, 0), (0, 2)]),
 ]
 
 
@@ -94,8 +96,8 @@ def test_a_gap_that_is_none_is_seen() -> None:
     gaps = HONEST[-1].gaps
     for invented in (Gap(version=0, slot=3), Gap(version=1, slot=0), Gap(version=7, slot=0)):
         assert codes(replace_last_batch(gaps=(*gaps, invented))) == [("unfounded_gap", 10)]
-    assert codes([*HONEST, admitted(9, slot=0)]) == [("unfounded_gap", 11)]
-    assert codes([*HONEST, batch(2, gaps=[(1, 0), (0, 3)])]) == [("unfounded_gap", 11)], "settled long ago"
+    assert codes([*HONEST, admitted(9, slot=0)]) == [("late_admission", 11)]
+    assert codes([*HONEST, batch(2, 6, gaps=[(1, 0), (0, 3)])]) == [("unfounded_gap", 11)], "settled long ago"
     blamed = MissedSlot(version=1, slot=5, node="22" * 32, how="expired")
     assert codes(replace_last_batch(missed=(blamed,))) == [("unfounded_gap", 10)]
 
@@ -107,7 +109,11 @@ def test_a_gap_far_beyond_what_any_memory_holds_costs_no_time() -> None:
 
 def test_what_a_node_withholds_is_counted_by_what_it_was_for() -> None:
     """A node that lets go one environment's slots differs from one that lets go any: told by log alone."""
-    spec = msgspec.structs.replace(SPEC, environments=tuple(EnvironmentSpec(name=str(at)) for at in range(2)))
+    spec = msgspec.structs.replace(
+        SPEC,
+        environments=tuple(EnvironmentSpec(name=str(at)) for at in range(2)),
+        batch=replace(SPEC.batch, groups_per_step=80),
+    )
     entries: list[LogEntry] = [RunEntry(run_id=RUN, spec_digest=spec.digest), policy(0)]
     environments = [
         slot_problem(spec, run_id=RUN, manifest_digest=policy(0).manifest_digest, slot=slot).environment
@@ -144,6 +150,77 @@ def test_a_node_is_not_shown_as_choosy_because_many_are_looked_at() -> None:
     assert {(row.environment_probability, row.signal_probability) for row in rows[1:]} == {(1.0, 1.0)}
     alone = Withholding(names, by_environment={"ab" * 32: alike}).rows()
     assert alone[0].environment_probability == alike.unevenness().probability
+
+
+def wide_codes(*entries: LogEntry, groups_per_step: int = 2, **changes: object) -> list[tuple[str, int | None]]:
+    """What is seen in a log of steps of several groups, which may use those of the policy before and two more."""
+    spec = replace(SPEC, batch=replace(SPEC.batch, groups_per_step=groups_per_step, max_async=2, **changes))
+    rules = RunEntry(run_id=RUN, spec_digest=spec.digest)
+    problems = read_log([rules, policy(0), *entries], run_id=RUN, spec=spec).problems
+    return [(problem.code, problem.log_index) for problem in problems]
+
+
+FIVE = [admitted(slot) for slot in range(5)]
+
+
+def test_a_step_uses_the_oldest_groups_whenever_they_were_admitted() -> None:
+    late_first = [FIVE[4], FIVE[2], FIVE[0], FIVE[3], FIVE[1]]
+    assert wide_codes(*late_first, batch(0, 0, 1), policy(1), admitted(9, version=1, slot=0), batch(1, 2, 3)) == []
+    assert wide_codes(*FIVE[:3], batch(0, 0, 1), *FIVE[3:], policy(1), batch(1, 2, 3)) == []
+
+
+def test_a_step_that_is_the_last_chance_of_groups_uses_them_all() -> None:
+    entries = [*FIVE[:2], batch(0, 0, 1), policy(1), *(admitted(10 + slot, version=1, slot=slot) for slot in range(2))]
+    entries += [batch(1, 10, 11), policy(2), *FIVE[2:]]
+    assert wide_codes(*entries, batch(2, 2, 3, 4)) == []
+    assert wide_codes(*entries, batch(2, 2, 3)) == [("batch_selection", 13)]
+
+
+@pytest.mark.parametrize("used", [(1, 2), (0, 2), (3, 4), (0, 1, 2), (0,), (1, 0)], ids=str)
+def test_attack_an_operator_that_picks_which_admitted_groups_are_used_is_seen(used: tuple[int, ...]) -> None:
+    """Who leaves out those with low rewards, or of one node, biases what is learned, and each verdict is right."""
+    assert wide_codes(*FIVE, batch(0, 0, 1)) == []
+    assert wide_codes(*FIVE, batch(0, *used)) == [("batch_selection", 7)]
+
+
+def test_attack_a_step_of_few_groups_is_seen() -> None:
+    assert wide_codes(FIVE[0], batch(0, 0)) == [("batch_incomplete", 3)]
+    assert wide_codes(batch(0)) == [("batch_incomplete", 2)]
+
+
+def test_groups_that_a_run_sets_aside_or_takes_back_have_no_turn() -> None:
+    dull = replace(FIVE[0], rewards=(1.0, 1.0))
+    assert wide_codes(dull, *FIVE[1:], batch(0, 1, 2), only_signal=True) == []
+    assert wide_codes(FIVE[0], rejected(77, slot=1), *FIVE[1:], batch(0, 0, 1)) == []
+
+
+def test_attack_more_blame_than_an_entry_may_hold_is_counted_for_nobody() -> None:
+    """One entry could otherwise name thousands of nodes, each of which an auditor keeps."""
+    blamed = [MissedSlot(version=0, slot=0, node=f"{at:064x}", how="expired") for at in range(9)]
+    spec = SPEC
+    for count, wanted in ((8, []), (9, [("unfounded_gap", 3)])):
+        entries = [RULES, policy(0), admitted(0), batch(0, 0, missed=tuple(blamed[:count]))]
+        reading = read_log(entries, run_id=RUN, spec=spec)
+        assert [(problem.code, problem.log_index) for problem in reading.problems] == wanted
+        assert len(reading.withholding.by_environment) == (0 if wanted else 9)
+
+
+def test_attack_a_log_of_lies_is_read_no_further_than_to_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.audit.log.MAX_PROBLEMS", 10)
+    lie = batch(0, *range(1000, 2000))
+    reading = read_log([RULES, policy(0), lie, lie, lie], run_id=RUN, spec=SPEC)
+    assert [problem.code for problem in reading.problems] == ["batch_not_admitted"] * 10 + ["too_many_problems"]
+    assert len(reading.index.latest) == 3
+    loud = edited(6, replace(CHEAP, finding=replace(FOUND, figure="x" * 10_000 + "_drift")))
+    assert max(len(problem.detail) for problem in read_log(loud, run_id=RUN, spec=SPEC).problems) <= 500
+
+
+def test_attack_a_log_of_too_many_nodes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.audit.log.MAX_NODES", 10)
+    entries = [RULES, policy(0), *(rejected(at, node=f"{at:064x}") for at in range(11))]
+    with pytest.raises(BadReply) as raised:
+        read_log(entries, run_id=RUN, spec=SPEC)
+    assert raised.value.code == "log_too_large"
 
 
 POOLS = PoolsSpec(easy=1, normal=1, hard=0, easy_from=0.9, hard_to=0.1)
@@ -241,7 +318,11 @@ ATTACKS: dict[str, tuple[list[LogEntry | None], list[tuple[str, int]]]] = {
     "a verdict on a policy nobody saw": ([*HONEST, admitted(9, version=7)], [("unknown_policy", 11)]),
     "a verdict on other weights": (edited(2, admitted(1, manifest_digest="99" * 32)), [("unknown_policy", 2)]),
     "one submission judged twice": ([*HONEST, rejected(2)], [("duplicate_verdict", 11)]),
-    "one slot admitted twice": ([*HONEST, admitted(9, slot=1)], [("duplicate_admission", 11)]),
+    "one slot admitted twice": (
+        [*HONEST[:7], admitted(9, slot=1), *HONEST[7:]],
+        [("duplicate_admission", 7)],
+    ),
+    "work credited after no step can use it": ([*HONEST, admitted(9, slot=1)], [("late_admission", 11)]),
     "training on rejected work": ([*HONEST, batch(2, 2, gaps=[(1, 0)])], [("batch_not_admitted", 11)]),
     "training on undecided work": ([*HONEST, batch(2, 4, gaps=[(1, 0)])], [("batch_not_admitted", 11)]),
     "training on work nobody submitted": ([*HONEST, batch(2, 77, gaps=[(1, 0)])], [("batch_not_admitted", 11)]),
@@ -249,11 +330,11 @@ ATTACKS: dict[str, tuple[list[LogEntry | None], list[tuple[str, int]]]] = {
         [*HONEST[:2], batch(0, 1), *HONEST[2:7], policy(1)],
         [("batch_not_admitted", 2)],
     ),
-    "one group trained on twice": ([*HONEST, batch(2, 6, gaps=[(1, 0)])], [("batch_reuse", 11)]),
+    "one group trained on twice": ([*HONEST, batch(2, 3, gaps=[(1, 0)])], [("batch_reuse", 11)]),
     "one group twice in a step": (edited(7, batch(0, 1, 1)), [("batch_reuse", 7)]),
     "work that is too old": (
         [*replace_last_batch(submissions=(submission(6),)), batch(2, 3, gaps=[(1, 0)])],
-        [("batch_stale", 11)],
+        [("batch_selection", 10), ("batch_stale", 11)],
     ),
     "work of a later policy": (
         [*HONEST[:9], policy(2), admitted(8, version=2, slot=0), batch(1, 8, gaps=[(0, 0), (0, 2)])],
@@ -417,14 +498,11 @@ def test_signed_bytes_that_are_no_entry_are_a_problem_and_not_a_gap() -> None:
     leaves = [encode(entry) for entry in HONEST]
     leaves[3] = leaves[3].replace(b'"tokens":100', b'"tokens": 100')
     leaves[4] = b'{"type":"coup"}'
-    entries, problems = read_entries(leaves)
-    assert [(problem.code, problem.log_index) for problem in problems] == [
-        ("malformed_entry", 3),
-        ("malformed_entry", 4),
-    ]
-    assert entries[3] is None
+    entries = list(read_entries(leaves))
     assert entries[5] == HONEST[5]
-    assert ("batch_not_admitted", 10) in codes(entries), "what cannot be read was not admitted"
+    found = codes(entries)
+    assert [at for code, at in found if code == "malformed_entry"] == [3, 4]
+    assert ("batch_not_admitted", 10) in found, "what cannot be read was not admitted"
 
 
 def test_the_tree_is_that_of_the_log() -> None:
@@ -437,12 +515,6 @@ def test_the_tree_is_that_of_the_log() -> None:
 
 
 # -- which verdicts are drawn
-
-
-def population(admissions: int, rejections: int) -> list[LoggedVerdict]:
-    entries = [admitted(number) for number in range(admissions)]
-    entries += [rejected(1000 + number) for number in range(rejections)]
-    return [LoggedVerdict(index, entry) for index, entry in enumerate([*entries, UNDECIDED])]
 
 
 @pytest.mark.parametrize(
@@ -461,15 +533,15 @@ def population(admissions: int, rejections: int) -> list[LoggedVerdict]:
 )
 def test_both_kinds_are_drawn(admissions: int, rejections: int, count: int | None, expected: tuple[int, int]) -> None:
     """Rejections are rare in a good run: a plain draw would never look at how honest workers are refused."""
-    drawn = choose_verdicts(population(admissions, rejections), count=count, rng=random.Random(1))
-    kinds = [verdict.entry.outcome for verdict in drawn]
-    assert (kinds.count(Outcome.ADMITTED), kinds.count(Outcome.REJECTED)) == expected
-    assert len({verdict.log_index for verdict in drawn}) == len(drawn)
+    admitted_at, rejected_at = range(admissions), range(1000, 1000 + rejections)
+    drawn = choose_verdicts(admitted_at, rejected_at, count=count, rng=random.Random(1))
+    assert (len(set(drawn).intersection(admitted_at)), len(set(drawn).intersection(rejected_at))) == expected
+    assert len(drawn) == sum(expected)
 
 
 def test_a_seed_repeats_a_draw_and_another_does_not() -> None:
     def draw(seed: int) -> list[int]:
-        return [v.log_index for v in choose_verdicts(population(100, 100), count=20, rng=random.Random(seed))]
+        return choose_verdicts(range(100), range(100, 200), count=20, rng=random.Random(seed))
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)

@@ -22,7 +22,8 @@ from node.protocol.standing import Account, Standing
 from node.verification.judge import JudgedClaim
 
 RULES = StandingSpec(probation=2, full_rate_floor=0.25, vesting=2, ban_after=3)
-RUN_SPEC = msgspec.structs.replace(SPEC, standing=RULES)
+BATCH = msgspec.structs.replace(SPEC.batch, groups_per_step=4)
+RUN_SPEC = msgspec.structs.replace(SPEC, standing=RULES, batch=BATCH)
 NODE = "22" * 32
 PROVEN = [admitted(number) for number in range(1, 4)]
 
@@ -107,7 +108,9 @@ def test_a_second_verdict_that_does_not_confirm_voids_it(outcome: Outcome) -> No
 
 
 def test_an_honest_log_with_second_verdicts_has_no_problems() -> None:
-    log = reading(*PROVEN, spot(4), spot(5), rejected(6), recheck(4), recheck(5, Outcome.REJECTED), batch(0, 1, 4))
+    log = reading(
+        *PROVEN, spot(4), spot(5), rejected(6), recheck(4), recheck(5, Outcome.REJECTED), batch(0, 1, 2, 3, 4)
+    )
     assert log.problems == []
     assert log.reached_training == []
 
@@ -121,16 +124,16 @@ def test_a_friend_that_is_caught_and_measured_in_part_again_is_seen() -> None:
 
 
 def test_training_on_before_the_second_verdicts_is_seen() -> None:
-    assert codes(*PROVEN, spot(4), rejected(5), batch(0, 1)) == ["batch_before_recheck"]
+    assert codes(*PROVEN, spot(4), rejected(5), batch(0, 1, 2, 3, 4)) == ["batch_before_recheck"]
 
 
 def test_using_what_a_second_verdict_rejected_is_seen() -> None:
-    log = (*PROVEN, spot(4), rejected(5), recheck(4, Outcome.REJECTED), batch(0, 4))
+    log = (*PROVEN, spot(4), rejected(5), recheck(4, Outcome.REJECTED), batch(0, 1, 2, 3, 4))
     assert codes(*log) == ["batch_not_admitted"]
 
 
 def test_bad_work_that_reached_training_is_named_with_its_step() -> None:
-    log = reading(*PROVEN, spot(4), batch(0, 4), rejected(5), recheck(4, Outcome.REJECTED))
+    log = reading(*PROVEN, spot(4), batch(0, 1, 2, 3, 4), rejected(5), recheck(4, Outcome.REJECTED))
     assert log.problems == []
     assert [(submission, step) for _, submission, step in log.reached_training] == [(f"{4:064x}", 0)]
 
@@ -214,8 +217,8 @@ def test_a_banned_node_that_goes_on_being_served_is_seen() -> None:
 
 
 def test_training_need_not_wait_for_second_verdicts_on_what_it_has_used() -> None:
-    later = batch(1, 1, gaps=[(0, 0)])
-    log = (*PROVEN, spot(4), batch(0, 4), rejected(5))
+    later = batch(1, 6, 7, 8, 9, gaps=[(0, 0), (0, 5)])
+    log = (*PROVEN, spot(4), batch(0, 1, 2, 3, 4), rejected(5), *map(admitted, range(6, 10)))
     assert codes(*log, later) == []
     assert codes(*log, later, recheck(4)) == []
     assert [(name, step) for _, name, step in reading(*log, later).reached_training] == [(f"{4:064x}", 0)]
