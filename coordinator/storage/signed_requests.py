@@ -21,8 +21,11 @@ from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
 FORGET_SECONDS = 1.0
 """Period of deleting expired nonces: deleting those of a minute at once blocks writers for 0.1 s."""
 
-KEPT_SECONDS: Final = 2.0 * MAX_CLOCK_SKEW_SECONDS
-"""For how long a request may be good, and its nonce is kept."""
+CLOCKS_APART_SECONDS: Final = 180.0
+"""By how much one clock may be behind another, or be set back, without a request being good again."""
+
+KEPT_SECONDS: Final = 2.0 * MAX_CLOCK_SKEW_SECONDS + CLOCKS_APART_SECONDS
+"""For how long a nonce is kept: as long as a request may be good by such a clock, its signer's being ahead."""
 
 _INSERT = Prepared(insert_into(nonces, "nonce", "expires_at"))
 _DELETE_EXPIRED = Prepared(delete(nonces).where(nonces.c.expires_at < bindparam("now")))
