@@ -1,8 +1,7 @@
-"""Connection limits: number, number per address, request head size, chunk size and read timeouts.
+"""Connection limits: number, number per address, and timeouts of request heads and of slow readers.
 
-uvicorn has no timeout for a request head or for a peer that does not read the response. h11 is named explicitly, not
-left to what is installed: it bounds unfinished heads and trailers and does not pipeline, but accepts a complete head
-or chunk of any size.
+uvicorn has no timeout for a request head or for a peer that does not read the response. What a head and a body may be
+is bounded by `request_guard`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-import re
 import socket
 import termios
 from collections import Counter
@@ -19,14 +17,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
-import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.errors import CannotListen
-from coordinator.http.errors import BODY_RECEIVED, error_body
-from node.protocol.reasons import Reason, Refusal
+from coordinator.http.request_guard import StrictHttpProtocol
 from shardcast.rate_limit import canonical_address, network_of
 from shardcast.serve import open_files
 
@@ -45,18 +40,9 @@ UNREAD_CHECKS = 5
 NOSNIFF = ("x-content-type-options", "nosniff")
 """Header of every response: a blob that a stranger uploaded must not run as a script or a page of this origin."""
 
-MAX_HEAD_LINES = 100
-LEAST_CHUNK_BYTES, FREE_CHUNKS = 256, 64
-"""Minimum mean chunk size after the first FREE_CHUNKS: a one-byte chunk costs 13 µs of the event loop."""
-
 UNSENT_SECONDS = 60
 SHUTDOWN_SECONDS = 5
 log = logging.getLogger(__name__)
-
-_RECEIVED: dict[str, dict[object, object]] = {BODY_RECEIVED: {}}
-_END_OF_HEAD = re.compile(rb"\n\r?\n")  # as in h11
-
-_FLOODS = ("Invalid HTTP request received.", "Unsupported upgrade request.", "No supported WebSocket library detected.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,41 +112,14 @@ class ConnectionQuota:
         return alone if alone in self._proxies else network_of(address)
 
 
-class _LimitedH11(h11.Connection):
-    """h11 connection that also limits complete heads and the number of small chunks."""
-
-    def __init__(self, head_bytes: int) -> None:
-        super().__init__(h11.SERVER, head_bytes)
-        self._head_bytes = head_bytes
-        self._chunks = self._body_bytes = 0
-
-    def next_event(self) -> type[h11.NEED_DATA | h11.PAUSED] | h11.Event:
-        if self.their_state is h11.IDLE:
-            self._chunks = self._body_bytes = 0
-            self._refuse_long_head()
-        event = super().next_event()
-        if isinstance(event, h11.Data):
-            self._chunks, self._body_bytes = self._chunks + event.chunk_end, self._body_bytes + len(event.data)
-            if self._chunks > FREE_CHUNKS + self._body_bytes // LEAST_CHUNK_BYTES:
-                raise h11.RemoteProtocolError("chunks are too small")
-        return event
-
-    def _refuse_long_head(self) -> None:
-        waiting, _ = self.trailing_data
-        end = _END_OF_HEAD.search(waiting)
-        head = waiting[: end.start()] if end else waiting
-        if len(head) > self._head_bytes or head.count(b"\n") > MAX_HEAD_LINES:
-            raise h11.RemoteProtocolError("the head is too long")
-
-
-class LimitedProtocol(H11Protocol):
-    """uvicorn's h11 protocol with timeouts for the request head and for slow readers; subclasses set `quota`."""
+class LimitedProtocol(StrictHttpProtocol):
+    """HTTP protocol with timeouts for the request head and for slow readers; subclasses set `quota`."""
 
     quota: ClassVar[ConnectionQuota]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _LimitedH11(self.quota.limits.head_bytes)
+        self.head_bytes = self.quota.limits.head_bytes
         self.address, self._is_counted = "", False
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -195,11 +154,6 @@ class LimitedProtocol(H11Protocol):
             self._stop_head_timer()
         self._note_waiting()
 
-    def handle_events(self) -> None:
-        super().handle_events()
-        if self.cycle is not None and not self.cycle.more_body:  # before its task runs, where all came at once
-            self.cycle.scope["extensions"] = _RECEIVED
-
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._note_waiting()
@@ -230,23 +184,6 @@ class LimitedProtocol(H11Protocol):
         super().resume_writing()
         self._stop_unread_timer()
         self._note_waiting()
-
-    def send_400_response(self, msg: str) -> None:
-        """Reply to invalid HTTP with an ErrorReply."""
-        body = error_body(Refusal(Reason.BAD_REQUEST, msg))
-        headers = [
-            NOSNIFF,
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
-        try:
-            head = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
-        except h11.LocalProtocolError:  # a response was started
-            self.transport.abort()
-            return
-        self.transport.write(b"".join((head or b"", self.conn.send(h11.Data(data=body)) or b"")))
-        self.transport.close()
 
     def _note_waiting(self) -> None:
         """Keep this connection's place among those that wait for their peers, or take it from them.
@@ -300,14 +237,8 @@ class LimitedProtocol(H11Protocol):
             self._unread_timer = None
 
 
-def _log_unless_flood(record: logging.LogRecord) -> bool:
-    """Filter out uvicorn's line for each invalid request, with which anybody could fill the log."""
-    return not record.getMessage().startswith(_FLOODS)
-
-
 def server_config(app: FastAPI, limits: ConnectionLimits = DEFAULT_CONNECTION_LIMITS) -> uvicorn.Config:
     """Return the uvicorn configuration for `app`; X-Forwarded-For is trusted from `limits.proxies` alone."""
-    logging.getLogger("uvicorn.error").addFilter(_log_unless_flood)
 
     class BoundProtocol(LimitedProtocol):
         quota = ConnectionQuota(limits)

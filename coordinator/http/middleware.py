@@ -1,4 +1,4 @@
-"""Outermost ASGI middleware: request metrics, rate limit per address, load shedding, and framing checks."""
+"""Outermost ASGI middleware: request metrics, rate limit per address, load shedding, and the length of queries."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RequestMiddleware:
         try:
             self._addresses.check(address_of(scope), now=time.monotonic())
             self._shedder.check(scope["method"], scope["path"])
-            _check_framing(scope)
+            _check_query(scope)
             await self._app(scope, receive, note_status)
         except asyncio.CancelledError:  # shutdown, or the client disconnected
             status = UNANSWERED
@@ -69,13 +69,9 @@ class RequestMiddleware:
                     log.debug("%s %s: %d after %.3f s", method, route, status, seconds)
 
 
-def _check_framing(scope: Scope) -> None:
-    """Refuse long queries, and bodies with Content-Length and chunks, which allow request smuggling by proxies."""
+def _check_query(scope: Scope) -> None:
     if len(scope["query_string"]) > MAX_QUERY_BYTES:
         raise Refusal(Reason.BAD_REQUEST, f"A query has at most {MAX_QUERY_BYTES} bytes.")
-    names = {name for name, _ in scope["headers"]}
-    if b"content-length" in names and b"transfer-encoding" in names:
-        raise Refusal(Reason.BAD_REQUEST, "A body has Content-Length or Transfer-Encoding.")
 
 
 def address_of(scope: Scope) -> str:
