@@ -110,7 +110,8 @@ def _show(said: str, hint: str, file: IO[Any] | None) -> None:
     if logs.is_json():
         log.error("%s hint: %s", said, hint)
         return
-    click.echo(f"Error: {logs.one_line(said)}", file=file, err=True)
+    lines = "\n    ".join(map(logs.one_line, said.expandtabs(4).splitlines()))  # indented, none is taken for a hint
+    click.echo(f"Error: {lines}", file=file, err=True)
     click.echo(f"hint: {hint}", file=file, err=True)
 
 

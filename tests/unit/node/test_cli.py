@@ -535,3 +535,10 @@ def test_a_worker_that_is_interrupted_while_it_waits_ends_in_peace(tmp_path):
     assert "Traceback" not in "".join(lines) + rest
     # A summary is due each minute, and on a busy machine the imports alone take one.
     assert len([line for line in lines if "slots generated" not in line]) == 2, lines
+
+
+def test_an_error_of_several_lines_keeps_them():
+    """What pip says, or the choices of an argument, in one line of escapes could not be read."""
+    said = CliRunner().invoke(cli.main, ["completion"]).stderr.splitlines()
+    assert [line.strip(" ,") for line in said[-4:-1]] == ["bash", "zsh", "fish"]
+    assert all(line.startswith("    ") for line in said[-4:-1]), "or one could pass for a hint"
