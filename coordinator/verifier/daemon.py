@@ -321,7 +321,7 @@ class Verifier:
                     continue
                 found = JudgedClaim(verdict=undecided(found))  # training waits for a recheck
             elif found.rows:
-                self._deferrals.measured(one)
+                self._deferrals.measured(one, claims[one.submission].rollouts)
             judged.append((one, found))
         if judged:
             blueprints = await self._blueprints(judged, cache)

@@ -14,13 +14,14 @@ from coordinator.run.home import Home
 from coordinator.storage import verdicts
 from coordinator.storage.verdicts import QueueItem
 from coordinator.verifier.bodies import BodyUnavailable
+from node.protocol.submission import Rollout
 from node.verification.measure import PolicyUnavailable
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-FORGOTTEN_SECONDS = 60.0
-"""After so long without a deferral, somebody else has judged what waited."""
+FORGOTTEN_SECONDS = 600.0
+"""After so long without a deferral, more than a batch takes, somebody else has judged what waited."""
 
 STORE = "submissions in the blob store"
 
@@ -60,16 +61,16 @@ class Deferrals:
             await asyncio.to_thread(self._put_back, self._unreleased[0])
             del self._unreleased[0]
 
-    def measured(self, claimed: QueueItem) -> None:
-        """Note that a submission was measured: its body and its policies are here."""
-        for subject in (STORE, _of_policy(claimed), _of_body(claimed)) if self._waiting else ():
-            self.end(subject)
+    def measured(self, claimed: QueueItem, rollouts: Sequence[Rollout]) -> None:
+        """Note that a submission was measured: its body, and the policies that drew `rollouts`, are here."""
+        if self._waiting:
+            versions = {claimed.version}.union(*(rollout.segment_versions for rollout in rollouts))
+            for subject in (STORE, *map(_of_policy, sorted(versions)), _of_body(claimed)):
+                self.end(subject)
 
     def begin(self, subject: str, why: Exception) -> None:
         """Log that `subject` has to wait, unless that is known."""
-        now = self._clock()
-        while self._waiting and now - next(iter(self._waiting.values())).last > FORGOTTEN_SECONDS:
-            self._waiting.popitem(last=False)
+        now = self._forget()
         if subject not in self._waiting:
             log.warning("%s: deferred, trying again every %.0f s: %s", subject, RETRY_SECONDS, why)
         self._waiting.setdefault(subject, _Waiting(now, now)).last = now
@@ -77,8 +78,16 @@ class Deferrals:
 
     def end(self, subject: str) -> None:
         """Log that `subject` waits no longer, if it did."""
+        now = self._forget()
         if (waited := self._waiting.pop(subject, None)) is not None:
-            log.info("%s: judged again, after %.0f s", subject, self._clock() - waited.since)
+            log.info("%s: judged again, after %.0f s", subject, now - waited.since)
+
+    def _forget(self) -> float:
+        """Drop what somebody else has judged meanwhile; return the time."""
+        now = self._clock()
+        while self._waiting and now - next(iter(self._waiting.values())).last > FORGOTTEN_SECONDS:
+            self._waiting.popitem(last=False)
+        return now
 
     def _put_back(self, claimed: QueueItem) -> None:
         with self._home.database.write() as connection:
@@ -87,11 +96,13 @@ class Deferrals:
 
 
 def _subject(claimed: QueueItem, why: PolicyUnavailable | BodyUnavailable) -> str:
-    return _of_body(claimed) if isinstance(why, BodyUnavailable) else _of_policy(claimed)
+    if isinstance(why, BodyUnavailable):
+        return _of_body(claimed)
+    return _of_policy(claimed.version if why.version is None else why.version)
 
 
-def _of_policy(claimed: QueueItem) -> str:
-    return f"submissions of policy {claimed.version}"
+def _of_policy(version: int) -> str:
+    return f"submissions that policy {version} drew"
 
 
 def _of_body(claimed: QueueItem) -> str:

@@ -148,7 +148,7 @@ class PolicyCache:
             with held_file(path, self._folder) as held:
                 return await read(held)
         except PolicyError as error:
-            raise PolicyUnavailable(f"policy {version}: {error}") from error
+            raise PolicyUnavailable(f"policy {version}: {error}", version=version) from error
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -162,7 +162,7 @@ class PolicyCache:
         fetching = self._fetching[version]
         await asyncio.wait({fetching.task}, timeout=max(0.0, fetching.wait_until - time.monotonic()))
         if not fetching.task.done():
-            raise PolicyUnavailable(f"policy {version} is being fetched")
+            raise PolicyUnavailable(f"policy {version} is being fetched", version=version)
         self._fetching.pop(version, None)
         try:
             path = fetching.task.result()
@@ -171,7 +171,7 @@ class PolicyCache:
             self.trouble = trouble_of(error) if isinstance(error, LocalFault) else self._source_trouble(version, error)
             if error.code == "disk_full":
                 self._shelf.close_files()
-            raise PolicyUnavailable(f"policy {version}: {error}") from error
+            raise PolicyUnavailable(f"policy {version}: {error}", version=version) from error
         self.trouble, self._failing_since = "", None
         return path
 
@@ -203,7 +203,7 @@ class PolicyCache:
         if version not in self._manifests:
             self._manifests |= await asyncio.to_thread(self._published_since, version)
         if version not in self._manifests:
-            raise PolicyUnavailable(f"policy {version} is not published")
+            raise PolicyUnavailable(f"policy {version} is not published", version=version)
         return self._manifests[version]
 
     def _published_since(self, version: int) -> dict[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from coordinator.run.home import Home
 from coordinator.storage import rebuilds
@@ -16,6 +16,7 @@ from coordinator.verifier.claimed import claim_of, given_up, group_of, log_conte
 from coordinator.verifier.deferrals import Deferrals
 from coordinator.verifier.policy_cache import PolicyCache
 from node.protocol.admission import Outcome, Verdict
+from node.protocol.submission import Rollout
 from node.verification.judge import JudgedClaim
 from node.verification.measure import DatasetAway, EngineAway, PolicyUnavailable
 from node.verification.plan import Claim, Rules, never
@@ -45,6 +46,7 @@ class GroupRebuilder:
             await asyncio.to_thread(self._record, claimed, given_up(claimed), kept)
             return
         found: JudgedClaim | PolicyUnavailable | BodyUnavailable
+        rollouts: Sequence[Rollout] | Verdict = ()
         try:
             body = await asyncio.to_thread(self._bodies.read, claimed)
             rollouts = body if isinstance(body, Verdict) else await asyncio.to_thread(read, body, spec=self._home.spec)
@@ -61,8 +63,8 @@ class GroupRebuilder:
             if isinstance(found, EngineAway | DatasetAway):
                 raise found
             return
-        if found.rows:
-            self._deferrals.measured(claimed)
+        if found.rows and not isinstance(rollouts, Verdict):
+            self._deferrals.measured(claimed, rollouts)
         await asyncio.to_thread(self._record, claimed, found, kept)
 
     async def _measure_again(

@@ -32,9 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyUnavailable(VerifierFailed):
-    """A policy is unavailable: no verdict follows."""
+    """A policy is unavailable, that of `version` if one is named: no verdict follows."""
 
     code = "policy_away"
+
+    def __init__(self, message: str, *, version: int | None = None) -> None:
+        super().__init__(message)
+        self.version = version
 
 
 class EngineAway(PolicyUnavailable):

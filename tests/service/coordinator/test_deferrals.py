@@ -14,6 +14,7 @@ from coordinator.run.home import Home, create_home
 from coordinator.storage.verdicts import QueueItem
 from coordinator.verifier.bodies import BodyUnavailable
 from coordinator.verifier.deferrals import FORGOTTEN_SECONDS, Deferrals
+from node.protocol.submission import Rollout
 from node.verification.measure import PolicyUnavailable
 
 AWAY = PolicyUnavailable("policy 0: nobody serves it")
@@ -59,12 +60,12 @@ async def test_a_policy_that_is_away_is_one_line_when_work_begins_to_wait_and_on
             await deferrals.defer(one, AWAY)
         clock.now += 4
     assert caplog.messages == [
-        "submissions of policy 0: deferred, trying again every 1 s: policy 0: nobody serves it",
+        "submissions that policy 0 drew: deferred, trying again every 1 s: policy 0: nobody serves it",
     ]
     assert metrics.deferred._value.get() == 60
-    deferrals.measured(claimed[1])
-    deferrals.measured(claimed[0])
-    assert caplog.messages[1:] == ["submissions of policy 0: judged again, after 120 s"]
+    deferrals.measured(claimed[1], ())
+    deferrals.measured(claimed[0], ())
+    assert caplog.messages[1:] == ["submissions that policy 0 drew: judged again, after 120 s"]
 
 
 async def test_a_body_that_cannot_be_read_is_named(
@@ -73,7 +74,7 @@ async def test_a_body_that_cannot_be_read_is_named(
     deferrals = Deferrals(home, VerifierMetrics())
     for _ in range(3):
         await deferrals.defer(claimed[0], BodyUnavailable("its body is unavailable: Input/output error"))
-    deferrals.measured(claimed[1])
+    deferrals.measured(claimed[1], ())
     (said,) = caplog.messages
     assert said.startswith(f"submission {claimed[0].submission[:16]}…: deferred")
 
@@ -87,3 +88,35 @@ async def test_a_wait_that_another_verifier_ended_is_not_taken_for_the_next_one(
     clock.now += FORGOTTEN_SECONDS + 1
     await deferrals.defer(claimed[1], AWAY)
     assert len(caplog.messages) == 2
+    caplog.clear()
+    clock.now += FORGOTTEN_SECONDS + 1
+    deferrals.measured(claimed[0], ())
+    assert caplog.messages == []
+
+
+async def test_slots_of_one_policy_whose_rollouts_another_drew_to_their_end_wait_for_that_one(
+    home: Home, claimed: tuple[QueueItem, QueueItem], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else each second had a line that policy 0 is waited for, and one that it is here."""
+    deferrals = Deferrals(home, VerifierMetrics())
+    caplog.set_level(logging.INFO, "coordinator.verifier.deferrals")
+    of_both = [drawn_by(0), drawn_by(0, 1)]
+    for _ in range(3):
+        deferrals.measured(claimed[1], [drawn_by(0)])
+        await deferrals.defer(claimed[0], PolicyUnavailable("policy 1 is being fetched", version=1))
+    assert [said.split(":")[0] for said in caplog.messages] == ["submissions that policy 1 drew"]
+    deferrals.measured(claimed[0], of_both)
+    assert caplog.messages[1:] == ["submissions that policy 1 drew: judged again, after 0 s"]
+
+
+def drawn_by(*versions: int) -> Rollout:
+    tokens = [0] * len(versions)
+    return Rollout(
+        seed=bytes(32),
+        prompt_ids=[0],
+        completion_ids=tokens,
+        logprobs=[0.0] * len(versions),
+        segment_versions=list(versions),
+        segment_tokens=[1] * len(versions),
+        proofs=[],
+    )
