@@ -13,7 +13,7 @@ import math
 import re
 from typing import Any
 
-from httptools import HttpParserError, HttpParserUpgrade
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from coordinator.http.errors import BODY_RECEIVED, error_body
@@ -21,12 +21,21 @@ from node.protocol.reasons import Reason, Refusal
 
 MAX_FIELDS = 100
 
+MAX_LENGTH_DIGITS = 20
+"""Of Content-Length, as llhttp's numbers have: it takes any number of zeros before."""
+
 FREE_FRAMING_BYTES, BODY_BYTES_PER_FRAMING_BYTE = 320, 64
 """How much of a chunked message need not be its body: 64 chunks of one byte, on average one for 448 bytes, and with
 them extensions and trailers. A tiny chunk costs as much as a whole one."""
 
+MAX_FRAMING_BYTES = 32 * 1024
+"""However long the body: httptools joins the pieces of a trailer, in time that grows with the square of its length."""
+
 PIECE_BYTES = 4096
 """Parsed of a chunked message before its framing is looked at."""
+
+MAX_AHEAD_BYTES = 512 * 1024
+"""Sent before the response to the last request: each request that asks for its body has some more of them read."""
 
 _END_OF_HEAD = re.compile(rb"\n\r?\n")  # with bare line feeds it is refused, but not waited for
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
@@ -69,13 +78,22 @@ class StrictHttpProtocol(HttpToolsProtocol):
             while self._unread and not self.transport.is_closing():
                 if self._body_left:
                     self._read_body()
-                elif self.cycle is not None and not self.cycle.response_complete:
-                    self.flow.pause_reading()
+                elif self._is_answering():
+                    if len(self._unread) > MAX_AHEAD_BYTES:
+                        self._end_after_response()
+                    else:
+                        self.flow.pause_reading()
                     return
                 elif not self._read_head():
                     return
         except HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _end_after_response(self) -> None:
+        self._unread, self.cycle.keep_alive = b"", False
 
     def _read_head(self) -> bool:
         """Parse one head and return True, or return False if its end has not arrived."""
@@ -91,6 +109,7 @@ class StrictHttpProtocol(HttpToolsProtocol):
             raise HttpParserError("the head is malformed")
         self._unset_keepalive_if_required()  # it was set before this request, which came with the last one, was read
         self._unread = unread[end.end() :]
+        self.parser = HttpRequestParser(self)  # a trailer may have told the last one to close, or to upgrade
         with contextlib.suppress(HttpParserUpgrade):  # not taken up
             # llhttp knows some methods only, and reads the bodies of some of those otherwise.
             self.parser.feed_data(b"POST" + unread[self._head.end(1) : end.end()])
@@ -106,8 +125,7 @@ class StrictHttpProtocol(HttpToolsProtocol):
         except HttpParserError:
             if self._body_left:
                 raise
-            # Where the next request begins behind chunks is not known.
-            self._unread, self.cycle.keep_alive = b"", False
+            self._end_after_response()  # where the next request begins behind chunks is not known
             if self.cycle.response_complete:
                 self.transport.close()
             return
@@ -131,15 +149,19 @@ class StrictHttpProtocol(HttpToolsProtocol):
         coding = fields.get(b"transfer-encoding")
         if coding is not None and (coding.lower() != b"chunked" or minor_version == b"0"):
             raise HttpParserError("the coding of the body is not supported")
+        length = fields.get(b"content-length", b"0")
+        if len(length) > MAX_LENGTH_DIGITS:
+            raise HttpParserError("the length is too long")
         self.expect_100_continue = self.expect_100_continue and minor_version == b"1"
-        super().on_headers_complete()
+        super().on_headers_complete()  # begins to execute it
         self.scope["method"] = method.decode()
         self.headers = []  # of trailers, which are no part of the request
-        self._body_left = math.inf if coding else int(fields.get(b"content-length", 0))
+        self._body_left = math.inf if coding else int(length)
         self._framing_left = FREE_FRAMING_BYTES if coding else math.inf
 
     def on_body(self, body: bytes) -> None:
-        self._framing_left += len(body) * (1 + 1 / BODY_BYTES_PER_FRAMING_BYTE)
+        earned = self._framing_left + len(body) * (1 + 1 / BODY_BYTES_PER_FRAMING_BYTE)
+        self._framing_left = max(self._framing_left, min(earned, MAX_FRAMING_BYTES))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -148,8 +170,8 @@ class StrictHttpProtocol(HttpToolsProtocol):
         self.cycle.scope["extensions"] = _RECEIVED
 
     def send_400_response(self, msg: str) -> None:
-        """Reply to invalid HTTP with an ErrorReply; abort if a response to the same request was started."""
-        if self._body_left:
+        """Reply to invalid HTTP with an ErrorReply; abort if the response to what it came with was started."""
+        if self._is_answering():
             if self.cycle.response_started:
                 self.transport.abort()
                 return
