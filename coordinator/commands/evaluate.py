@@ -14,7 +14,7 @@ from coordinator.commands.options import policy_option, run_file_option, seed_op
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
 from node.commands.engine_options import check_engine, engine_maker, engine_options, import_models, refuse_vllm_options
-from node.commands.options import EXISTING_FOLDER, json_option, number_option
+from node.commands.options import EXISTING_FOLDER, json_line, json_option, number_option
 
 if TYPE_CHECKING:  # imports torch, too slow for --help
     from coordinator.training.evaluation import Evaluation
@@ -94,9 +94,7 @@ def evaluate(
         files = find_datasets(folder_of_datasets, spec.dataset_files)
         found = evaluate_policy(file, spec=spec, settings=settings, datasets=files)
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(found))
+        click.echo(json_line(found))
     else:
         _show(found)
 

@@ -16,7 +16,7 @@ from coordinator.commands.options import policy_option, run_file_option, seed_op
 from coordinator.errors import BadConfiguration
 from node.commands.dataset_options import datasets_folder, datasets_option
 from node.commands.engine_options import check_engine, engine_maker, engine_options, import_models, refuse_vllm_options
-from node.commands.options import FILE, json_option, number_option
+from node.commands.options import FILE, json_line, json_option, number_option
 from node.runtime.extras import install_hint
 from shardcast.files import write_atomically
 
@@ -126,7 +126,7 @@ def problems(
         raise BadConfiguration(f"so many problems make no run: {error}") from error
     write_atomically(out, filtered_text(text, wanted).encode())
     if as_json:
-        click.echo(msgspec.json.encode({"environments": found, "out": str(out)}))
+        click.echo(json_line({"environments": found, "out": str(out)}))
     else:
         click.echo(f"written: {out}")
 

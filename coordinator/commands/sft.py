@@ -18,6 +18,7 @@ from node.commands.options import (
     EXISTING_FOLDER,
     FOLDER,
     all_of,
+    json_line,
     json_option,
     number_option,
     state_option,
@@ -216,7 +217,7 @@ def sft(
     if result is None:
         return
     if as_json:
-        click.echo(msgspec.json.encode({"to": str(to), **msgspec.to_builtins(result)}))
+        click.echo(json_line({"to": str(to), **msgspec.to_builtins(result)}))
         return
     click.echo(closing(result))
     click.echo(f'{to} holds the trained model (policy {result.digest[:16]}…): model.initial = "{to}" begins with it')

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
-from node.commands.options import EXISTING_FILE, FOLDER, json_option, number_option
+from node.commands.options import EXISTING_FILE, FOLDER, json_line, json_option, number_option
 
 EXIT_SOMETHING_PASSED = 1
 EXIT_INTERRUPTED = 130
@@ -64,8 +63,6 @@ def redteam(
     Coordinator, verifier, trainer, relays, honest workers and attackers are processes that speak HTTP with each
     other. Ends with 1 if anything hostile got through, or an honest slot was rejected.
     """
-    import msgspec
-
     from coordinator.lab.redteam.attacks import ATTACKS
     from coordinator.lab.redteam.campaign import Campaign, CampaignSettings
     from coordinator.lab.redteam.view import render
@@ -97,6 +94,6 @@ def redteam(
     campaign.console.print(render(result))
     campaign.console.print(f"Result: {campaign.folder / 'redteam.json'}", soft_wrap=True)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+        click.echo(json_line(result))
     if not result.is_sound or result.honest_rejected > tolerance:
         raise click.exceptions.Exit(EXIT_SOMETHING_PASSED)
