@@ -32,7 +32,7 @@ INSTRUCTION = "Think first, end your thoughts with </think>, and then give the a
 
 # fmt: off
 PLAIN = frozenset({
-    "acre", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "binary_alternation", "caesar_cipher",
+    "acre", "aiw", "arc_1d", "base_conversion", "binary_alternation", "caesar_cipher",
     "count_bits", "count_primes", "course_schedule", "gcd", "largest_island", "lcm", "leg_counting",
     "letter_counting", "mahjong_puzzle", "maze", "modulo_grid", "number_filtering",
     "rotate_matrix", "rotten_oranges", "simple_equations", "simple_geometry", "string_manipulation",
@@ -54,6 +54,7 @@ _REFUSED = {
         "isomorphic_strings", "knight_swap", "list_functions", "ransom_note", "word_ladder",
     ),
     "it squares numbers until one problem of some thousand has no end": ("number_sequence",),
+    "it tries all divisors of products so large that some problems take minutes": ("basic_arithmetic",),
     "its scorer expands numbers such as 1e999999999 without a limit": ("coin_flip",),
 }
 # fmt: on
@@ -63,8 +64,11 @@ TEXTS = frozenset({"delimiter", "format_style", "operators", "whitespace"})
 MOST_COUNT = 100
 """A number may be as large, or ten times its default: most say how much of something the worker's own process makes."""
 
-GROWING = frozenset({"basic_arithmetic"})
-"""Datasets that take time without end for settings a little larger than the default ones."""
+LOOPING = frozenset({"arc_1d", "base_conversion", "modulo_grid"})
+"""Datasets that draw again until something fits: for some settings, and then for some problems only, nothing ever does.
+
+Their numbers keep the defaults, other than the bounds of values.
+"""
 
 WHY_REFUSED = {dataset: why for why, datasets in _REFUSED.items() for dataset in datasets}
 """Refused datasets with a specific reason; others were not reviewed."""
@@ -136,19 +140,33 @@ def load_dataset(dataset: str, arguments: Mapping[str, Any]) -> ReasoningGym:
 
 def _check_settings(dataset: str, settings: Mapping[str, Any]) -> None:
     """Raise EnvironmentFault for what could read a file, or take the machine's memory or time without end."""
-    _, config = importlib.import_module("reasoning_gym.factory").DATASETS[dataset]
-    usual = {field.name: abs(field.default) for field in fields(config) if isinstance(field.default, int | float)}
+    name = f"reasoning_gym:{dataset}"
+    usual = {field.name: field.default for field in fields(_config(dataset))}
     for key, value in settings.items():
         if isinstance(value, str):
             if key not in TEXTS:
-                raise EnvironmentFault(f"reasoning_gym:{dataset}: {key} may not be a text", code="bad_arguments")
-        elif not key.endswith("_value"):
-            default = usual.get(key.replace("min_", "max_", 1), 0)
-            most = default if dataset in GROWING else max(MOST_COUNT, 10 * default)
+                raise EnvironmentFault(f"{name}: {key} may not be a text", code="bad_arguments")
+        elif key in usual and not key.endswith("_value"):
+            if dataset in LOOPING and value != usual[key]:
+                raise EnvironmentFault(f"{name}: {key} is {usual[key]} without a package", code="bad_arguments")
+            default = usual.get(key.replace("min_", "max_", 1))
+            most = max(MOST_COUNT, 10 * abs(default)) if isinstance(default, int | float) else MOST_COUNT
             if abs(value) > most:
-                raise EnvironmentFault(
-                    f"reasoning_gym:{dataset}: {key} is at most {most} without a package", code="bad_arguments"
-                )
+                raise EnvironmentFault(f"{name}: {key} is at most {most:,} without a package", code="bad_arguments")
+    chosen = {**usual, **settings}
+    for least in (key for key in usual if key.startswith("min_")):
+        greatest = least.replace("min_", "max_", 1)
+        if greatest in usual and chosen[least] > chosen[greatest]:
+            raise EnvironmentFault(f"{name}: {least} is more than {greatest}", code="bad_arguments")
+
+
+def _config(dataset: str) -> Any:
+    try:
+        return importlib.import_module("reasoning_gym.factory").DATASETS[dataset][1]
+    except KeyError:
+        raise EnvironmentFault(
+            f"reasoning_gym:{dataset} is not in the installed version of reasoning-gym", code="bad_arguments"
+        ) from None
 
 
 def _import_package(wanted: object) -> ModuleType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import json
@@ -17,7 +16,7 @@ from sandboxing import needs_sandbox
 
 from node.environments import EnvironmentFault, load_environment
 from node.environments.base import Environment, answer_in
-from node.environments.reasoning_gym import GROWING, MAX_ANSWER_CHARACTERS, MOST_COUNT, PLAIN, REVIEWED, WHY_REFUSED
+from node.environments.reasoning_gym import LOOPING, MAX_ANSWER_CHARACTERS, MOST_COUNT, PLAIN, REVIEWED, WHY_REFUSED
 from node.protocol.run import EnvironmentSpec, LengthSpec
 
 LAST = 2**63 - 1
@@ -182,7 +181,6 @@ def test_a_run_that_names_a_file_of_the_workers_machine_as_the_source_of_its_pro
         ("rotten_oranges", {"min_n": 10**7, "max_n": 10**7}),
         ("maze", {"min_grid_size": 10**6, "max_grid_size": 10**6}),
         ("chain_sum", {"max_terms": 1e15}),
-        ("basic_arithmetic", {"min_digits": 20, "max_digits": 20}),
         ("gcd", {"min_numbers": -(10**15)}),
     ],
 )
@@ -193,20 +191,79 @@ def test_a_run_that_asks_for_a_problem_larger_than_the_workers_machine(dataset, 
     assert caught.value.code == "bad_arguments"
 
 
-@pytest.mark.parametrize("dataset", sorted(PLAIN | REVIEWED))
+@pytest.mark.parametrize(
+    ("dataset", "arguments"),
+    [
+        ("base_conversion", {"min_base": 16, "max_base": 16}),  # both bases are the same one
+        ("base_conversion", {"min_base": 16}),
+        ("base_conversion", {"max_base": 2}),
+        ("modulo_grid", {"max_divisor": 1}),  # no remainder is 1 or more
+        ("arc_1d", {"max_size": 31}),  # at 300, some problem in hundreds needs more than nine colours
+        ("arc_1d", {"min_size": 8}),
+    ],
+)
+def test_a_run_that_asks_for_a_problem_that_is_drawn_again_without_end(dataset, arguments):
+    with pytest.raises(EnvironmentFault, match="without a package") as caught:
+        environment(f"reasoning_gym:{dataset}", **arguments)
+    assert caught.value.code == "bad_arguments"
+
+
+def test_the_bounds_of_values_of_a_dataset_that_draws_again_may_be_chosen():
+    source = environment("reasoning_gym:base_conversion", min_value=7, max_value=8, max_base=16)
+    assert {source.problem(index).data["entry"]["metadata"]["decimal_value"] for index in range(40)} == {7, 8}
+
+
+def test_a_minimum_above_the_maximum_is_refused_before_the_dataset_sees_it():
+    with pytest.raises(EnvironmentFault, match="min_dist is more than max_dist") as caught:
+        environment("reasoning_gym:maze", min_dist=11)
+    assert caught.value.code == "bad_arguments"
+
+
+OWN_LIMITS = {"train": 1, "max_rotation": 25, "max_animals": 37, "max_angle": 179, "max_num_rules": 20}
+"""What datasets take at most, where that is less than what a run may ask for."""
+
+TOO_LARGE = frozenset(
+    {"caesar_cipher", "products", "sentence_reordering", "simple_geometry", "spell_backward", "word_sorting"}
+)
+"""Datasets with no problem whose minima are the largest maxima: no word, polygon or number is such."""
+
+
+@pytest.mark.parametrize("dataset", sorted((PLAIN | REVIEWED) - LOOPING))
 @pytest.mark.timeout(30)
-def test_the_largest_settings_that_a_run_may_choose_make_a_problem_in_seconds(dataset):
+def test_the_extreme_settings_that_a_run_may_choose_make_a_problem_in_seconds(dataset):
     config = importlib.import_module("reasoning_gym.factory").DATASETS[dataset][1]
-    largest: dict[str, int] = {}
-    for field in dataclasses.fields(config):
-        if field.type is int and field.name not in ("seed", "size") and not field.name.startswith("min_"):
-            bounded = field.default if dataset in GROWING else max(MOST_COUNT, 10 * field.default)
-            one = {field.name: 2**53 - 1 if field.name.endswith("_value") else bounded}
-            with contextlib.suppress(EnvironmentFault):  # it goes with no other setting's default
-                environment(f"reasoning_gym:{dataset}", **one)
-            largest |= one
-    with contextlib.suppress(EnvironmentFault):
-        environment(f"reasoning_gym:{dataset}", **largest)
+    usual = {field.name: field.default for field in dataclasses.fields(config) if field.type is int}
+    usual = {key: value for key, value in usual.items() if key not in ("seed", "size")}
+    largest = {
+        key: 2**53 - 1 if key.endswith("_value") else OWN_LIMITS.get(key, max(MOST_COUNT, 10 * value))
+        for key, value in usual.items()
+        if not key.startswith("min_")
+    }
+    ranges = {key: key.replace("min_", "max_", 1) for key in usual if key.startswith("min_") and key != "min_value"}
+    smallest = {most: usual[least] for least, most in ranges.items()}
+    for settings in (*({key: value} for key, value in largest.items()), largest, smallest):
+        source = environment(f"reasoning_gym:{dataset}", **settings)
+        assert all(source.problem(index).prompt for index in range(4)), settings
+    narrowest = largest | {least: largest[most] for least, most in ranges.items()}
+    if dataset in TOO_LARGE:
+        with pytest.raises(EnvironmentFault) as caught:
+            environment(f"reasoning_gym:{dataset}", **narrowest)
+        assert caught.value.code == "problem_failed"
+    else:
+        assert environment(f"reasoning_gym:{dataset}", **narrowest).problem(1).prompt
+
+
+def test_an_unknown_setting_is_the_datasets_to_refuse():
+    with pytest.raises(EnvironmentFault, match="unexpected keyword argument 'nonsense'"):
+        environment("reasoning_gym:chain_sum", nonsense=10**9)
+
+
+def test_a_package_without_an_offered_dataset(monkeypatch):
+    """A newer one may have renamed it."""
+    monkeypatch.delitem(importlib.import_module("reasoning_gym.factory").DATASETS, "gcd")
+    with pytest.raises(EnvironmentFault, match="gcd is not in the installed version") as caught:
+        environment("reasoning_gym:gcd")
+    assert caught.value.code == "bad_arguments"
 
 
 def test_every_setting_of_an_offered_dataset_that_takes_any_text_was_read():
