@@ -51,6 +51,10 @@ class BatchChecker:
         fate = self._fates.get(name, _NOT_ADMITTED)
         return fate if fate >= 0 else None
 
+    def is_waiting(self, name: Submission) -> bool:
+        """Return whether a group waits for a step that uses it."""
+        return name in self._waiting
+
     def admit(self, name: Submission, group: LoggedGroup) -> None:
         """Record an admitted group, which steps use in its turn unless the rules leave it out."""
         if self._rules.only_signal and not group.has_signal:

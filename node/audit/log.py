@@ -123,7 +123,7 @@ class _Checker:
         self._drifts: dict[str, Drift] = {}
         self._spots: dict[Submission, bytes] = {}  # by what a second verdict has to agree in
         self._owed: dict[Submission, int] = {}  # to be measured in full before the next step
-        self._late: dict[Submission, int] = {}  # to be measured in full, though a step has used them
+        self._late: dict[Submission, int] = {}  # to be measured in full, which no step waits for
         self._since_ban: Counter[str] = Counter()
         self._pools = PoolChecker(run_id=run_id, spec=spec)
         self._batches = BatchChecker(spec.batch)
@@ -228,7 +228,7 @@ class _Checker:
         self._check_ban(index, entry, account)
         for owed in map(bytes.fromhex, sorted(account.follow(entry, rules=rules))):
             if owed in self._spots:
-                (self._owed if self._batches.step_of(owed) is None else self._late)[owed] = index
+                (self._owed if self._batches.is_waiting(owed) else self._late)[owed] = index
 
     def _check_ban(self, index: int, entry: VerdictEntry, account: Account) -> None:
         """Check that a banned node got no further leases; what it held may still be judged."""

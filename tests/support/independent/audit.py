@@ -196,7 +196,8 @@ class LogAudit:
         if outcome == "rejected" or not entry["recheck"]:
             account.standing.add(outcome, whole=spot is None)
         if outcome == "rejected":
-            self.owed |= {name: len(self.entries) for name in account.void_all() if name in self._spots}
+            spots = {name: self._spots[name] for name in account.void_all() if name in self._spots}
+            self.owed |= {name: len(self.entries) for name, spot in spots.items() if not self._without_signal(spot)}
 
     def _drift(self, entry: Entry) -> str | None:
         """Follow the node's drift; return what the verdict says against it (8.1, 6)."""

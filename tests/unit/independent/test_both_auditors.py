@@ -116,6 +116,13 @@ def trusting_log() -> list[LogEntry]:
     ]
 
 
+def dull_log() -> list[LogEntry]:
+    """A group of equal rewards is measured again after the next step, which does not wait for it."""
+    dull = admitted(3, spot=0, rewards=(1.0, 1.0))
+    entries = [admitted(1), admitted(2), dull, rejected(4), batch(0, 1, 2), rejected(3, recheck=True)]
+    return [rules(TRUSTING), policy(0), *entries]
+
+
 def pooled_log() -> list[LogEntry]:
     """Slots whose problems follow from what earlier ones earned."""
     entries: list[LogEntry] = [rules(POOLED), policy(0)]
@@ -160,6 +167,7 @@ LOGS: dict[str, tuple[Callable[[], list[LogEntry]], RunSpec]] = {
     "plain": (plain_log, SPEC),
     "early": (early_log, SPEC),
     "trusting": (trusting_log, TRUSTING),
+    "dull": (dull_log, TRUSTING),
     "pooled": (pooled_log, POOLED),
 }
 

@@ -154,7 +154,11 @@ def test_a_node_is_not_shown_as_choosy_because_many_are_looked_at() -> None:
 
 def wide_codes(*entries: LogEntry, groups_per_step: int = 2, **changes: object) -> list[tuple[str, int | None]]:
     """What is seen in a log of steps of several groups, which may use those of the policy before and two more."""
-    spec = replace(SPEC, batch=replace(SPEC.batch, groups_per_step=groups_per_step, max_async=2, **changes))
+    spec = replace(
+        SPEC,
+        batch=replace(SPEC.batch, groups_per_step=groups_per_step, max_async=2, **changes),
+        standing=replace(SPEC.standing, probation=1, full_rate_floor=0.5),
+    )
     rules = RunEntry(run_id=RUN, spec_digest=spec.digest)
     problems = read_log([rules, policy(0), *entries], run_id=RUN, spec=spec).problems
     return [(problem.code, problem.log_index) for problem in problems]
@@ -192,6 +196,14 @@ def test_groups_that_a_run_sets_aside_or_takes_back_have_no_turn() -> None:
     dull = replace(FIVE[0], rewards=(1.0, 1.0))
     assert wide_codes(dull, *FIVE[1:], batch(0, 1, 2), only_signal=True) == []
     assert wide_codes(FIVE[0], rejected(77, slot=1), *FIVE[1:], batch(0, 0, 1)) == []
+
+
+def test_a_group_that_a_run_sets_aside_is_measured_again_at_any_time() -> None:
+    """No step waits for it: an honest coordinator's next step may be logged first."""
+    dull = replace(FIVE[2], spot=0, rewards=(1.0, 1.0))
+    entries = [*FIVE[:2], dull, rejected(77, slot=5), batch(0, 0, 1), rejected(2, recheck=True)]
+    assert wide_codes(*entries, only_signal=True) == []
+    assert wide_codes(*entries) == [("batch_before_recheck", 6)], "here a step would use it"
 
 
 def test_attack_more_blame_than_an_entry_may_hold_is_counted_for_nobody() -> None:
