@@ -195,7 +195,9 @@ def test_attack_a_step_of_few_groups_is_seen() -> None:
 def test_groups_that_a_run_sets_aside_or_takes_back_have_no_turn() -> None:
     dull = replace(FIVE[0], rewards=(1.0, 1.0))
     assert wide_codes(dull, *FIVE[1:], batch(0, 1, 2), only_signal=True) == []
-    assert wide_codes(FIVE[0], rejected(77, slot=1), *FIVE[1:], batch(0, 0, 1)) == []
+    spot, again = replace(FIVE[2], spot=0), rejected(2, recheck=True)
+    entries = [*FIVE[:2], spot, rejected(77, slot=5), again, *FIVE[3:], batch(0, 0, 1, 3)]
+    assert wide_codes(*entries, groups_per_step=3) == []
 
 
 def test_a_group_that_a_run_sets_aside_is_measured_again_at_any_time() -> None:
