@@ -18,6 +18,7 @@ Submission = bytes
 _NOT_ADMITTED: Final = -1
 _SET_ASIDE: Final = -2
 _WAITING: Final = -3
+_LEFT_OUT: Final = -4
 
 
 class LoggedGroup(NamedTuple):
@@ -79,7 +80,15 @@ class BatchChecker:
         if not problems:  # which would explain it
             problems += self._selection(entry.step, due, names)
         self.step = max(self.step, entry.step)
+        self._forget_left_out()
         return problems, used
+
+    def _forget_left_out(self) -> None:
+        """Let groups whose last chance is over wait no longer, or each later step would be blamed for them."""
+        for version in [version for version in self._waiting_of if version <= self.step - self._rules.max_async]:
+            for name in self._waiting_of.pop(version):
+                del self._waiting[name]
+                self._fates[name] = _LEFT_OUT
 
     def _out_of_order(self, step: int) -> Iterator[tuple[str, str]]:
         if step <= self.step:
@@ -108,6 +117,8 @@ class BatchChecker:
             return "batch_not_admitted", f"Submission {short} was not admitted before."
         if fate == _SET_ASIDE:
             return "batch_without_signal", f"Submission {short} has equal rewards."
+        if fate == _LEFT_OUT:
+            return "batch_stale", f"Step {step} uses submission {short}, whose last chance was before."
         group = self._drop(name)
         if group is None:
             return "batch_reuse", f"Submission {short} is used twice."

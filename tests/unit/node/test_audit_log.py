@@ -180,6 +180,17 @@ def test_a_step_that_is_the_last_chance_of_groups_uses_them_all() -> None:
     assert wide_codes(*entries, batch(2, 2, 3)) == [("batch_selection", 13)]
 
 
+def test_a_group_that_was_left_out_is_told_of_once() -> None:
+    """Later steps without a fault of their own would else be called lies, until the log is read no further."""
+    of_three = [admitted(10 * version + slot, version=version, slot=slot) for version in (1, 2, 3) for slot in (0, 1)]
+    entries = [*FIVE[:3], batch(0, 0, 1), policy(1), *of_three[:2], batch(1, 2, 10), policy(2), *of_three[2:4]]
+    assert wide_codes(*entries, batch(2, 11, 20), policy(3), *of_three[4:], batch(3, 21, 30)) == []
+    left_out = replace(entries[7], submissions=(submission(10), submission(11)))
+    entries = [*entries[:7], left_out, *entries[8:], batch(2, 20, 21), policy(3), *of_three[4:]]
+    assert wide_codes(*entries, batch(3, 30, 31)) == [("batch_selection", 9), ("batch_selection", 13)]
+    assert wide_codes(*entries, batch(3, 2, 30))[2:] == [("batch_stale", 17)]
+
+
 @pytest.mark.parametrize("used", [(1, 2), (0, 2), (3, 4), (0, 1, 2), (0,), (1, 0)], ids=str)
 def test_attack_an_operator_that_picks_which_admitted_groups_are_used_is_seen(used: tuple[int, ...]) -> None:
     """Who leaves out those with low rewards, or of one node, biases what is learned, and each verdict is right."""
