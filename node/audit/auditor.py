@@ -250,6 +250,8 @@ class _Auditor:
         reading = read_log(read_entries(leaves), run_id=self._report.run_id, spec=descriptor.spec)
         self._report.describe_log(reading.index)
         self._report.problems += reading.problems
+        if reading.fault is not None:
+            self._report.fault = (reading.fault.code, str(reading.fault))
         if len(reading.index.latest) == len(leaves):
             self._report.problems += check_head(reading.index, descriptor.head)
         self._report.is_over = is_over(reading.index, descriptor.spec)

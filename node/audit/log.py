@@ -31,7 +31,7 @@ FALSE_ALARMS: Final = 1e-9
 """False positive rate of `too_little_measured`."""
 
 MAX_NODES: Final = 500_000
-"""Nodes with a verdict or a missed slot that are followed; a few KiB each."""
+"""Nodes with a verdict or a missed slot that are followed, each counted once; a few KiB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,8 @@ class LogIndex:
 class LogReading:
     """What follows from the log: every violation of section 8.1, each node's account, and what training should not
     have used: (log index of the second verdict, or of what asks for it if there is none yet, submission, step).
+
+    `fault` is set where the log was not read to its end because it has more nodes than can be followed.
     """
 
     problems: list[AuditProblem] = field(default_factory=list)
@@ -82,17 +84,18 @@ class LogReading:
     reached_training: list[tuple[int, str, int]] = field(default_factory=list)
     withholding: Withholding = field(default_factory=Withholding)
     index: LogIndex = field(default_factory=LogIndex)
+    fault: BadReply | None = None
 
 
 def read_log(entries: Iterable[LogEntry | Malformed], *, run_id: str, spec: RunSpec) -> LogReading:
-    """Follow the log from its first entry to its last, or to where it has MAX_PROBLEMS.
+    """Follow the log from its first entry to its last, or to where it has MAX_PROBLEMS or more than MAX_NODES nodes.
 
-    No entry is kept but those of policies. Raises BadReply (`log_too_large`) for more than MAX_NODES nodes.
+    No entry is kept but those of policies. Too many nodes are the reading's `fault` (`log_too_large`).
     """
     checker = _Checker(run_id=run_id, spec=spec)
     for index, entry in enumerate(entries):
         checker.check(index, entry)
-        if checker.is_full:
+        if checker.is_full or checker.reading.fault is not None:
             break
     return checker.end()
 
@@ -125,6 +128,7 @@ class _Checker:
         self._owed: dict[Submission, int] = {}  # to be measured in full before the next step
         self._late: dict[Submission, int] = {}  # to be measured in full, which no step waits for
         self._since_ban: Counter[str] = Counter()
+        self._nodes: set[str] = set()
         self._pools = PoolChecker(run_id=run_id, spec=spec)
         self._batches = BatchChecker(spec.batch)
         self._gaps = GapChecker(run_id=run_id, spec=spec)
@@ -149,8 +153,9 @@ class _Checker:
                 self._check_batch(index, entry)
             case Malformed():
                 self._note(index, "malformed_entry", f"{entry}.")
-        if len(self.reading.accounts) + len(self._gaps.withholding.by_environment) > MAX_NODES:
-            raise BadReply(f"The log has more than {MAX_NODES} nodes, which is too many here.", code=LOG_TOO_LARGE)
+        if len(self._nodes) > MAX_NODES:
+            detail = f"The log has more than {MAX_NODES} nodes, which is too many here."
+            self.reading.fault = BadReply(detail, code=LOG_TOO_LARGE)
 
     def _note(self, index: int | None, code: str, detail: str) -> None:
         if not self.is_full:
@@ -176,6 +181,7 @@ class _Checker:
     def _check_verdict(self, index: int, entry: VerdictEntry) -> None:
         if self._manifests.get(entry.version) != entry.manifest_digest:
             self._note(index, "unknown_policy", f"No such policy {entry.version} was published before.")
+        self._nodes.add(entry.node)
         name = bytes.fromhex(entry.submission)
         is_first = self._batches.judge(name)
         if entry.recheck:
@@ -286,6 +292,7 @@ class _Checker:
         return None
 
     def _check_batch(self, index: int, entry: BatchEntry) -> None:
+        self._nodes.update(miss.node for miss in entry.missed)
         problems, used = self._batches.take(entry)
         if self._owed:
             owed = min(self._owed).hex()

@@ -630,6 +630,25 @@ def test_training_on_rejected_work_is_found_without_any_policy(
     assert (outcome.code, outcome.problems) == (1, [("batch_not_admitted", run.BATCH)])
 
 
+def test_attack_invented_nodes_after_a_lie_turn_no_disagreement_into_a_failure(
+    run: Audited, audit: Callable[..., Outcomes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.audit.log.MAX_NODES", 15)
+
+    def crowded(entries: list[LogEntry]) -> list[LogEntry]:
+        names = [f"{at:064x}" for at in range(20)]
+        return entries + [replace(entries[run.UNREADABLE], submission=name, node=name) for name in names]
+
+    def lie(entries: list[LogEntry]) -> list[LogEntry]:
+        return crowded(with_entry(run.BATCH, submissions=(entries[run.WRONG_TOKEN].submission,))(entries))
+
+    for edit, wanted in ((crowded, (2, [])), (lie, (1, [("batch_not_admitted", run.BATCH)]))):
+        with serving(forged(run, tmp_path / edit.__name__, edit)) as url:
+            outcome = audit(url, all_=False, sample=0, state_dir=tmp_path / f"auditor-{edit.__name__}")
+        assert (outcome.code, outcome.problems) == wanted
+        assert outcome.report["error"]["code"] == "log_too_large"
+
+
 def remember_then_audit(run: Audited, audit: Callable[..., Outcomes], forged_home: Path) -> Outcomes:
     with serving(run.home) as url:
         assert audit(url, all_=False, sample=0).code == 0

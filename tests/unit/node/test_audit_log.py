@@ -32,7 +32,6 @@ from msgspec import UNSET, UnsetType
 from node.audit.gaps import Withholding
 from node.audit.leaves import LeafTree, read_entries
 from node.audit.log import choose_verdicts, read_log
-from node.errors import BadReply
 from node.protocol.admission import Finding, Outcome
 from node.protocol.evidence import Total, Totals, drift_limit
 from node.protocol.merkle import EMPTY_ROOT, leaf_hash, node_hash
@@ -242,10 +241,21 @@ def test_attack_a_log_of_lies_is_read_no_further_than_to_so_many(monkeypatch: py
 
 def test_attack_a_log_of_too_many_nodes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.audit.log.MAX_NODES", 10)
-    entries = [RULES, policy(0), *(rejected(at, node=f"{at:064x}") for at in range(11))]
-    with pytest.raises(BadReply) as raised:
-        read_log(entries, run_id=RUN, spec=SPEC)
-    assert raised.value.code == "log_too_large"
+    invented = [rejected(at, node=f"{at:064x}") for at in range(11)]
+    reading = read_log([RULES, policy(0), *invented, RULES], run_id=RUN, spec=SPEC)
+    assert reading.fault is not None
+    assert (reading.fault.code, reading.problems, len(reading.index.latest)) == ("log_too_large", [], 13)
+    lie = rejected(99, finding=None)
+    reading = read_log([RULES, policy(0), lie, *invented], run_id=RUN, spec=SPEC)
+    assert [problem.code for problem in reading.problems] == ["contradictory_verdict"], "nodes hide no lie"
+
+
+def test_a_node_that_delivers_and_misses_slots_is_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.audit.log.MAX_NODES", 2)
+    missed = [MissedSlot(version=0, slot=0, node=f"{at:02x}" * 32, how="expired") for at in (0x22, 0x23)]
+    for blamed, is_over in ((missed, False), ([*missed, replace(missed[0], node="24" * 32)], True)):
+        entries = [RULES, policy(0), admitted(0), batch(0, 0, missed=tuple(blamed))]
+        assert (read_log(entries, run_id=RUN, spec=SPEC).fault is not None) == is_over
 
 
 POOLS = PoolsSpec(easy=1, normal=1, hard=0, easy_from=0.9, hard_to=0.1)
