@@ -267,7 +267,7 @@ class _Auditor:
         drawn = choose_verdicts(admitted, rejected, count=count, rng=random.Random(self._report.seed))
         if not drawn:
             return
-        drawn.sort(key=lambda at: (_verdict_at(leaves, at).version, at))
+        await asyncio.to_thread(drawn.sort, key=lambda at: (_verdict_at(leaves, at).version, at))
         announced = await self._coordinator.relays(patience_seconds=PATIENCE_SECONDS)
         sources = valid_sources((*self._sources, *descriptor.relays, *announced.relays))
         may_connect = not_nearer(lambda: self._coordinator.reach, own=self._sources)
