@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Final
 
-from sqlalchemy import Connection, bindparam, delete, text
+from sqlalchemy import Connection, Integer, bindparam, delete, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from coordinator.storage.database import Database
@@ -21,6 +21,9 @@ from node.protocol.requests import MAX_CLOCK_SKEW_SECONDS
 FORGET_SECONDS = 1.0
 """Period of deleting expired nonces: deleting those of a minute at once blocks writers for 0.1 s."""
 
+MOST_FORGOTTEN: Final = 5_000
+"""Nonces that are deleted at once: more than come in a period, so that a start's many are done with in a while."""
+
 CLOCKS_APART_SECONDS: Final = 180.0
 """By how much one clock may be behind another, or be set back, without a request being good again."""
 
@@ -28,7 +31,13 @@ KEPT_SECONDS: Final = 2.0 * MAX_CLOCK_SKEW_SECONDS + CLOCKS_APART_SECONDS
 """For how long a nonce is kept: as long as a request may be good by such a clock, its signer's being ahead."""
 
 _INSERT = Prepared(insert_into(nonces, "nonce", "expires_at"))
-_DELETE_EXPIRED = Prepared(delete(nonces).where(nonces.c.expires_at < bindparam("now")))
+_SOME_EXPIRED = (
+    select(nonces.c.nonce)
+    .where(nonces.c.expires_at < bindparam("now"))
+    .limit(bindparam("most", type_=Integer))
+    .with_for_update(skip_locked=True)  # what another coordinator deletes
+)
+_DELETE_EXPIRED = Prepared(delete(nonces).where(nonces.c.nonce.in_(_SOME_EXPIRED)))
 _SERVERS_CLOCK = Prepared(text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)"))
 _SAVEPOINT, _ROLL_BACK = Prepared(text("SAVEPOINT asked")), Prepared(text("ROLLBACK TO SAVEPOINT asked"))
 
@@ -72,14 +81,17 @@ class SignedRequestLog:
             shared, uptime = shared_clock(connection, now=now, uptime=uptime)
             self._behind = shared - now
             if self._is_settled(shared, uptime=uptime):
-                _DELETE_EXPIRED.run(connection, {"now": shared})
+                _DELETE_EXPIRED.run(connection, {"now": shared, "most": MOST_FORGOTTEN})
         try:
             _INSERT.run(connection, {"nonce": nonce, "expires_at": now + self._behind + KEPT_SECONDS})
         except IntegrityError as error:
             raise Refusal(Reason.REPLAYED_REQUEST, "Its nonce was used.") from error
 
     def _is_settled(self, now: float, *, uptime: float) -> bool:
-        """Return whether the clock has not been set ahead for KEPT_SECONDS: set back, it makes good again what was."""
+        """Return whether the clock has not been set ahead for KEPT_SECONDS: set back, it makes good again what was.
+
+        A process that ends sooner forgets none; the next one that lives for so long forgets them.
+        """
         if now - uptime > self._clock_ahead + CLOCK_STEP_SECONDS:
             self._settled_at = uptime + KEPT_SECONDS
         self._clock_ahead = now - uptime

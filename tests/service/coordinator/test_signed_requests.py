@@ -272,6 +272,21 @@ def test_nonces_are_forgotten_though_the_clock_was_set_ahead(
     assert count(home, nonces) == 1
 
 
+def test_nonces_of_long_ago_are_forgotten_some_at_a_time(
+    home: Home, coordinator: Coordinator, uptime: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that was away comes back to a whole table of them: nobody waits for that in one transaction."""
+    monkeypatch.setattr(signed_requests, "MOST_FORGOTTEN", 10)
+    for _ in range(25):
+        assert not is_replay(coordinator, claim_of(home))
+    left: list[int] = []
+    for n in range(4):
+        uptime[0] = now = NOW + 10 * MAX_CLOCK_SKEW_SECONDS + n * signed_requests.FORGET_SECONDS
+        assert not is_replay(coordinator, claim_of(home, at=now), now=now)
+        left.append(count(home, nonces) - n - 1)
+    assert left == [15, 5, 0, 0]
+
+
 def test_of_requests_in_the_same_second_one_looks_for_old_nonces(
     home: Home, coordinator: Coordinator, uptime: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
