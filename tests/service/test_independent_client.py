@@ -201,7 +201,7 @@ def altered_leaf(number: int, before: bytes, after: bytes) -> Callable[[str, byt
         (2, b'"token_margin":', b'"token_margin":9', {"root", "receipt", "contradiction"}),
         (2, b'"recheck":false', b'"recheck": false', {"root", "encoding", "receipt", "batch"}),
         (4, b'"submissions":["', b'"submissions":["00","', {"root", "encoding", "policy"}),
-        (4, b'"step":0', b'"step":4', {"root", "batch"}),
+        (4, b'"step":0', b'"step":4', {"root", "batch", "gap"}),  # after whose last chance work goes on
     ],
 )
 def test_a_leaf_or_batch_that_was_altered_on_its_way_is_named(
