@@ -170,7 +170,10 @@ class StrictHttpProtocol(HttpToolsProtocol):
         self.cycle.scope["extensions"] = _RECEIVED
 
     def send_400_response(self, msg: str) -> None:
-        """Reply to invalid HTTP with an ErrorReply; abort if the response to what it came with was started."""
+        """Reply to invalid HTTP with an ErrorReply; only end the connection if what it belongs to is answered."""
+        if self._body_left and self.cycle.response_complete:
+            self.transport.close()
+            return
         if self._is_answering():
             if self.cycle.response_started:
                 self.transport.abort()

@@ -175,6 +175,18 @@ async def test_a_request_of_http_1_0_is_answered_without_an_interim_response(ech
     assert b"connection: close" in said
 
 
+async def test_attack_what_is_malformed_behind_an_early_answer_gets_none_of_its_own(echo: Echo) -> None:
+    """A proxy would take it for the answer to the next request, another client's."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+    writer.write(b"DELETE" + CHUNKED.removeprefix(b"POST"))  # 405, before the body is read
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert head.startswith(b"HTTP/1.1 405 ")
+    await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+    writer.write(b"3\r\nabcd\r\n")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+
+
 async def test_attack_a_long_body_buys_no_long_trailer(echo: Echo) -> None:
     """httptools joins what it is fed of one field: 16 MiB of trailer would hold the event loop for 20 s."""
     body = b"%x\r\n" % (8 * 2**20) + bytes(8 * 2**20) + b"\r\n0\r\nA: " + b"a" * 2 * MAX_FRAMING_BYTES
