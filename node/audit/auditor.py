@@ -121,9 +121,9 @@ async def run_audit(
             )
             await auditor.run(count)
     except (NodeError, ShardcastError) as error:
-        report.fault = (error.code, printable(str(error)))
+        report.fault = report.fault or (error.code, printable(str(error)))
     except OSError as error:
-        report.fault = ("local_fault", printable(f"{state_dir}: {error.strerror or error}"))
+        report.fault = report.fault or ("local_fault", printable(f"{state_dir}: {error.strerror or error}"))
     report.seconds = time.monotonic() - started
     if as_json:
         click.echo(render_json(report))

@@ -250,8 +250,13 @@ def _log_line(report: Report) -> str:
 
 
 def _quiet_line(report: Report, *, now: float) -> str | None:
-    """Return what to say of a log that has had no verdict for long though the run goes on; None if it has had one."""
-    if report.newest_verdict_at is None or report.is_over or now - report.newest_verdict_at < QUIET_SECONDS:
+    """Return what to say of a log, read whole, that has had no verdict for long though the run goes on; else None."""
+    if (
+        report.newest_verdict_at is None
+        or report.is_over
+        or report.fault is not None
+        or now - report.newest_verdict_at < QUIET_SECONDS
+    ):
         return None
     days = int((now - report.newest_verdict_at) // 86400)
     return f"the newest verdict is {days} days old, and the run is not over: it stands still, or its log goes on unseen"
@@ -331,7 +336,8 @@ def _problems(problems: list[AuditProblem]) -> Table:
 
 def _conclusion(report: Report) -> str:
     if report.exit_code == DISAGREE:
-        return f"disagree: {len(report.problems)} problems."
+        unread = "" if report.fault is None else f" And it was not finished: {printable(report.fault[1])}"
+        return f"disagree: {len(report.problems)} problems.{unread}"
     if report.fault is not None:
         return f"could not run: {printable(report.fault[1])}"
     unsure = report.count(AuditResult.INDETERMINATE)
