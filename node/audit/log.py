@@ -224,7 +224,7 @@ class _Checker:
             self._gaps.revoke(entry, is_open=self._batches.revoke(name))
 
     def _follow(self, index: int, entry: VerdictEntry, name: Submission) -> None:
-        """Return the node's standing: whether it allowed what was not measured, and what has to be measured now."""
+        """Follow the node's standing: whether it allowed what was not measured, and what has to be measured now."""
         rules = self._spec.standing
         account = self.reading.accounts.setdefault(entry.node, Account())
         if entry.spot is not None and account.standing.full_rate(rules) >= 1.0:
